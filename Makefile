@@ -1,0 +1,40 @@
+# Two commands on a fresh clone: `make quickstart` trains a model, `make test` runs the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE = 1
+
+.PHONY: venv quickstart test soak lint format bench clean
+
+venv: $(VENV)/.installed
+
+# The project is installed in place with everything the tests need; again only when its requirements change.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: venv
+	$(BIN)/trunkline train examples/quickstart.yaml
+
+test: venv
+	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+soak: venv
+	$(BIN)/python -m pytest -m "soak"
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: venv
+	$(BIN)/python benchmarks/vs_checkpointing.py
+
+clean:
+	rm -rf $(VENV) runs benchmarks/out
