@@ -1,0 +1,284 @@
+"""One signature over all attention kernels, one function that resolves which, one name for tests to force it.
+
+The private operators of PyTorch are reached through this module only, each with a check of its schema: where a release
+changes one, the kernel is no longer offered and the next takes its place. `math` runs everywhere, in every floating
+dtype, and is the oracle as well as the fallback.
+
+Shapes: q (B, H, C, D), k and v (B, K, T, D) with H a multiple of K; key/value heads are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trunkline.attention.merge import merge_
+
+MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits (flash-attention#767)
+
+
+class Kernel(Protocol):
+    """Attention of query rows over a rectangle of keys, and its gradient.
+
+    Attributes:
+        name: what `resolve` and `StreamConfig.kernel` call it.
+        bottom_right: with `causal`, the last query sees all keys whatever the lengths; otherwise `causal` is offered
+            for equal lengths only.
+    """
+
+    name: str
+    bottom_right: bool
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which q, k, v of `dtype` are to be handed over."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention.
+
+        Args:
+            q: queries (B, H, C, D).
+            k: keys (B, K, T, D).
+            v: values (B, K, T, D).
+            causal: each query sees the keys up to its own place only.
+            scale: factor of the scores.
+
+        Returns:
+            The output (B, H, C, D) and its log-sum-exp (B, H, C), natural logarithm, fp32 (fp64 for fp64).
+        """
+        ...
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v through this rectangle.
+
+        `o` and `lse` are those over *all* keys of the query, so that the gradients of disjoint rectangles add up
+        (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+        """
+        ...
+
+
+class MathKernel:
+    """Plain matrix products, tiled over keys so that no score tile exceeds C x `tile` (any dtype, any device)."""
+
+    name = "math"
+    bottom_right = True
+
+    def __init__(self, tile: int = 1024) -> None:
+        self.tile = tile
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """fp32, or fp64 as it is."""
+        return torch.promote_types(dtype, torch.float32)
+
+    def _tiles(self, q: Tensor, k: Tensor, causal: bool) -> list[tuple[slice, Tensor | None]]:
+        """Key tiles with their masks (C, tile), True where a query may not look; tiles nobody sees are left out."""
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        offset = num_keys - num_queries  # the place of query 0 among the keys
+        tiles: list[tuple[slice, Tensor | None]] = []
+        for start in range(0, num_keys, self.tile):
+            stop = min(start + self.tile, num_keys)
+            mask = None
+            if causal and stop > offset + 1:
+                places = torch.arange(num_queries, device=q.device)[:, None] + offset
+                mask = torch.arange(start, stop, device=q.device)[None, :] > places
+            tiles.append((slice(start, stop), mask))
+        return tiles
+
+    def _scores(self, q_grouped: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        scores = (q_grouped @ k.transpose(-1, -2)) * scale
+        if mask is not None:
+            groups = scores.shape[2] // mask.shape[0]
+            scores.masked_fill_(mask.repeat(groups, 1), float("-inf"))
+        return scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        q_grouped = _group(q, k)
+        o: Tensor | None = None
+        lse: Tensor | None = None
+        for at, mask in self._tiles(q, k, causal):
+            scores = self._scores(q_grouped, k[:, :, at], mask, scale)
+            # A row that this tile masks altogether gets a finite floor: its weight in the merge is then exactly 0.
+            part_lse = torch.logsumexp(scores, dim=-1).clamp_min_(torch.finfo(scores.dtype).min / 2)
+            part = torch.exp_(scores.sub_(part_lse[..., None])) @ v[:, :, at]
+            o, lse = (part, part_lse) if o is None or lse is None else merge_(o, lse, part, part_lse)
+        assert o is not None
+        assert lse is not None
+        return o.reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[:3])
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        q_grouped, do_grouped = _group(q, k), _group(do, k)
+        delta = _group((do * o).sum(-1, keepdim=True), k)
+        lse_grouped = _group(lse[..., None], k)
+        dq = torch.zeros_like(q_grouped)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        for at, mask in self._tiles(q, k, causal):
+            p = torch.exp_(self._scores(q_grouped, k[:, :, at], mask, scale).sub_(lse_grouped))
+            dv[:, :, at] = p.transpose(-1, -2) @ do_grouped
+            ds = p.mul_((do_grouped @ v[:, :, at].transpose(-1, -2)).sub_(delta)).mul_(scale)
+            dq += ds @ k[:, :, at]
+            dk[:, :, at] = ds.transpose(-1, -2) @ q_grouped
+        return dq.reshape(q.shape), dk, dv
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """Rows of all query heads of one key/value head, one after another: (B, H, C, D) to (B, K, H/K C, D)."""
+    return x.reshape(k.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+class CpuFlashKernel:
+    """PyTorch's flash attention for CPUs; its causal flag is aligned to the top left."""
+
+    name = "cpu_flash"
+    bottom_right = False
+
+    def __init__(self) -> None:
+        self._forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        self._backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """fp32 for half dtypes that this processor has no instructions for: there it is up to 8 times faster."""
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return torch.float32
+        if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+            return torch.float32
+        return dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        assert not causal or q.shape[2] == k.shape[2]
+        o, lse = self._forward(q, k, v, 0.0, causal, scale=scale)
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        assert not causal or q.shape[2] == k.shape[2]
+        dq, dk, dv = self._backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+        return dq, dk, dv
+
+
+class CudaFlashKernel:
+    """PyTorch's flash attention for CUDA (FA2; FA3 or FA4 where one is active), causal to the bottom right."""
+
+    name = "cuda_flash"
+    bottom_right = True
+
+    def __init__(self) -> None:
+        self._forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
+        self._backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As it is: fp16 and bf16 are native."""
+        return dtype
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`. The operator takes (B, tokens, heads, D)."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, *_ = self._forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        )  # fmt: skip
+        return o.transpose(1, 2), lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`. Without dropout the operator never reads the random state."""
+        do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = self._backward(
+            do, q, k, v, o, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused, scale=scale
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+# The arguments that each private operator must have, in this order, for its kernel to be offered.
+_SCHEMAS: dict[str, tuple[str, ...]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": ("query", "key", "value", "dropout_p", "is_causal"),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal",
+    ),
+    "_flash_attention_forward": (
+        "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+        "return_debug_mask",
+    ),
+    "_flash_attention_backward": (
+        "grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+        "dropout_p", "is_causal", "rng_state", "unused",
+    ),
+}  # fmt: skip
+
+
+def offered(operator: str) -> bool:
+    """Whether this PyTorch has the private operator `aten::<operator>` with the arguments we call it with."""
+    packet = getattr(torch.ops.aten, operator, None)
+    if packet is None:
+        return False
+    arguments = [a for a in packet.default._schema.arguments if not a.kwarg_only]
+    keywords = {a.name for a in packet.default._schema.arguments if a.kwarg_only}
+    expected = _SCHEMAS[operator]
+    extra_have_defaults = all(a.has_default_value() for a in arguments[len(expected) :])
+    return tuple(a.name for a in arguments[: len(expected)]) == expected and extra_have_defaults and "scale" in keywords
+
+
+def _cpu_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    if device.type != "cpu":
+        return "it runs on CPU tensors only"
+    if head_dim != value_dim:
+        return f"it needs equal head dims of keys and values, not {head_dim} and {value_dim}"
+    if not all(offered(f"_scaled_dot_product_flash_attention_for_cpu{part}") for part in ("", "_backward")):
+        return f"this PyTorch ({torch.__version__}) has it under another signature"
+    return None
+
+
+def _cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    if device.type != "cuda":
+        return "it runs on CUDA tensors only"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {dtype}"
+    if head_dim != value_dim or head_dim > 256 or head_dim % 8:
+        return f"it needs equal head dims up to 256 that 8 divides, not {head_dim} and {value_dim}"
+    if not all(offered(f"_flash_attention_{part}") for part in ("forward", "backward")):
+        return f"this PyTorch ({torch.__version__}) has it under another signature"
+    return None
+
+
+# In order of preference, each with the function that says why not.
+_KERNELS: dict[str, tuple[Callable[[], Kernel], Callable[[torch.device, torch.dtype, int, int], str | None]]] = {
+    "cpu_flash": (CpuFlashKernel, _cpu_flash),
+    "cuda_flash": (CudaFlashKernel, _cuda_flash),
+    "math": (MathKernel, lambda *_: None),
+}
+NAMES = ("auto", *_KERNELS)
+
+
+def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, name: str = "auto") -> Kernel:
+    """The kernel for these tensors.
+
+    Args:
+        device: where q, k, v are.
+        dtype: theirs.
+        head_dim: of queries and keys.
+        value_dim: of values.
+        name: `auto` takes the fastest that can do it; a kernel's name takes that one.
+
+    Raises:
+        ValueError: the kernel asked for by name cannot do it.
+    """
+    candidates = list(_KERNELS) if name == "auto" else [name]
+    reason = None
+    for candidate in candidates:
+        make, why_not = _KERNELS[candidate]
+        reason = why_not(device, dtype, head_dim, value_dim)
+        if reason is None:
+            return make()
+    raise ValueError(f"kernel={name!r} cannot serve this model: {reason}. Use kernel='auto'.")

@@ -1,0 +1,121 @@
+"""Final norm, unembedding and cross-entropy in tiles: logits of the whole sequence never exist.
+
+The gradient of a tile is computed with the tile, while its logits are there, as part of the *sum* of token losses. The
+division by the number of tokens waits until backward, where the sums are fp32: normalised here, 86% of the gradients of
+an fp16 model would underflow at a million tokens. A tile without a target is not computed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trunkline.chunking import Chunk
+from trunkline.gradients import GradientSums
+from trunkline.sequence import ChunkedSequence
+
+IGNORE = -100  # transformers' label of a token that counts for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tokens `start … stop - 1` of the sequence, within chunk `chunk`."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+
+    @property
+    def within(self) -> slice:
+        """Where the tile is in its chunk."""
+        return slice(self.start - self.chunk.start, self.stop - self.chunk.start)
+
+
+def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
+    """Cut chunks into tiles of at most `tile_tokens` tokens of a row."""
+    return [
+        Tile(chunk, start, min(start + tile_tokens, chunk.stop))
+        for chunk in chunks
+        for start in range(chunk.start, chunk.stop, tile_tokens)
+    ]
+
+
+def tile_loss(logits_BTV: Tensor, targets_BT: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross-entropies of a tile, and its gradient.
+
+    Args:
+        logits_BTV: in the model's dtype.
+        targets_BT: token ids; -100 counts for nothing.
+        gradient: whether the gradient is wanted.
+
+    Returns:
+        The sum, fp32 (fp64 for fp64 logits), 0-dim; and d sum / d logits in the dtype of the logits, or None.
+    """
+    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
+    log_p_BTV = torch.log_softmax(logits_BTV.to(wide), dim=-1)
+    ignored_BT1 = (targets_BT == IGNORE)[..., None]
+    index_BT1 = targets_BT.clamp_min(0)[..., None]
+    total = -log_p_BTV.gather(-1, index_BT1).masked_fill_(ignored_BT1, 0).sum()
+    if not gradient:
+        return total, None
+    grad_BTV = log_p_BTV.exp_()
+    grad_BTV.scatter_add_(-1, index_BT1, torch.full_like(index_BT1, -1, dtype=wide)).masked_fill_(ignored_BT1, 0)
+    return total, grad_BTV.to(logits_BTV.dtype)
+
+
+def sweep(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: ChunkedSequence,
+    targets_BS: Tensor,
+    tiles: Sequence[Tile],
+    *,
+    parameters: Sequence[Parameter],
+    hidden_grads: ChunkedSequence | None,
+    sums: GradientSums | None,
+    before_tile: Callable[[int, int], None],
+) -> Tensor:
+    """Sum of the token losses of a sequence, tile by tile; where asked for, with its gradients.
+
+    Args:
+        logits_of: final hidden states (B, T, E) of a tile to logits (B, T, V): the model's own head.
+        hidden: the final hidden states; each chunk is let go as soon as it is done.
+        targets_BS: the token that each position is to predict, or -100.
+        tiles: from `cut`.
+        parameters: those that may get a gradient from the head.
+        hidden_grads: receives d sum / d hidden; None where nothing below the head is trained.
+        sums: receives d sum / d parameters; None where no gradient is wanted at all.
+        before_tile: called with each tile's number and their count.
+
+    Returns:
+        The sum, 0-dim, fp64 (the tiles' own sums are fp32, or fp64 for an fp64 model).
+    """
+    # The one host synchronisation of the head, before its sweep: which tiles have a target.
+    used_S = (targets_BS != IGNORE).any(0).cpu()
+    total = torch.zeros((), dtype=torch.float64, device=targets_BS.device)
+    for number, tile in enumerate(tiles):
+        before_tile(number, len(tiles))
+        chunk = tile.chunk
+        if tile.start == chunk.start:
+            x_BCE = hidden.take(chunk.index)
+            dx_BCE = torch.zeros_like(x_BCE) if hidden_grads is not None else None
+        if used_S[tile.start : tile.stop].any():
+            x_BTE = x_BCE[:, tile.within].detach().requires_grad_(hidden_grads is not None)
+            with torch.set_grad_enabled(sums is not None):
+                logits_BTV = logits_of(x_BTE)
+            part, grad_BTV = tile_loss(
+                logits_BTV.detach(), targets_BS[:, tile.start : tile.stop], gradient=logits_BTV.requires_grad
+            )
+            total += part
+            if grad_BTV is not None and sums is not None:
+                wanted = [*parameters, x_BTE] if dx_BCE is not None else list(parameters)
+                grads = list(torch.autograd.grad(logits_BTV, wanted, grad_BTV, allow_unused=True))
+                if dx_BCE is not None:
+                    dx_BCE[:, tile.within] = grads.pop()
+                sums.add(parameters, grads)
+        if tile.stop == chunk.stop and hidden_grads is not None and dx_BCE is not None:
+            hidden_grads.stash(chunk.index, dx_BCE)
+    return total

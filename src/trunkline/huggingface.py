@@ -1,0 +1,275 @@
+"""A Hugging Face decoder-only model in the pieces that a sweep needs, without a table of families.
+
+Every piece is the model's own `forward`. With its layers replaced by recorders it yields the input of layer 0 (scaled,
+dropped out, however the model does it) and the arguments it calls each layer with (positions, rotary embeddings,
+flags); with its layers replaced by an injector of the final hidden state it is the head (final norm, logit scale, soft
+cap). The layers run unmodified; their attention call lands in `_attention` through transformers' `AttentionInterface`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers import AttentionInterface, PreTrainedModel
+
+from trunkline.chunking import Chunk
+from trunkline.engine import Attend, Batch
+
+# The name under which layers find our attention. It has no mask function on purpose: transformers then builds no mask
+# at all. Padding masks never get that far, since `streaming` turns them into labels and lengths.
+ATTENTION = "trunkline"
+
+# Arguments of an attention call that carry nothing for us: positions are already in q and k, and the caches are off.
+_WITHOUT_MEANING = {"position_ids", "cache_position", "use_cache", "output_attentions", "position_embeddings"}
+
+
+class Unsupported(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
+    """The model computes something that cannot be streamed exactly."""
+
+
+@dataclass(slots=True)
+class _Call:
+    """The layer call under way: where its attention goes, and how often it went there."""
+
+    attend: Attend
+    count: int = 0
+
+
+_current: ContextVar[_Call | None] = ContextVar("trunkline_layer_call", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,  # whether it bites at this length is asked of the model's mask, beforehand
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a layer, with transformers' signature: q (B, H, C, D) to output (B, C, H, D)."""
+    call = _current.get()
+    if call is None:
+        raise RuntimeError(f"attention implementation {ATTENTION!r} was called outside a streamed forward.")
+    name = type(module).__name__
+    if dropout > 0:
+        raise ValueError(
+            f"attention dropout is {dropout} in {name}: it is not supported in training, because the weights it acts "
+            "on never exist as a whole. Set the config's attention dropout (attention_dropout, attn_pdrop) to 0."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or attention_mask is not None:
+        raise Unsupported(f"{name} does not attend causally to all earlier tokens, which cannot be streamed.")
+    for argument, given in kwargs.items():
+        if argument not in _WITHOUT_MEANING and given is not None and given is not False:
+            raise Unsupported(f"{name} calls its attention with {argument!r}, which cannot be streamed yet.")
+    call.count += 1
+    o_BHCD = call.attend(query, key, value, scaling if scaling is not None else query.shape[-1] ** -0.5)
+    return o_BHCD.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class _Stop(BaseException):
+    """Leaves the model's forward, or a layer, at the point where all that was wanted is known."""
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place: same attributes, but its forward is what the decoder wants done at the moment."""
+
+    def __init__(self, layer: nn.Module, decoder: HuggingFaceDecoder) -> None:
+        super().__init__()
+        # Past nn.Module's own bookkeeping, so that the layer is not registered a second time.
+        object.__setattr__(self, "_layer", layer)
+        self._decoder = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        x_BCE = self._decoder.act(Arguments(args, kwargs))
+        return (x_BCE,) if self._decoder.returns_tuple else x_BCE
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a model calls one of its layers with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden state among them."""
+        x_BCE: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return x_BCE
+
+    def call(self, layer: nn.Module, x_BCE: Tensor) -> Any:
+        """The layer, with another hidden state."""
+        if self.args:
+            return layer(x_BCE, *self.args[1:], **self.kwargs)
+        return layer(**{**self.kwargs, "hidden_states": x_BCE})
+
+
+class HuggingFaceDecoder:
+    """The `Decoder` that the engine runs, for a transformers causal language model.
+
+    Args:
+        model: the model, unmodified.
+
+    Raises:
+        ValueError: its layers cannot be found.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._forward: Callable[..., Any] = model.forward
+        self.layers = find_layers(model)
+        self.num_layers = len(self.layers)
+        self.returns_tuple = False  # whether a layer returns its hidden state in a tuple; `support.verify` finds out
+        self.act: Callable[[Arguments], Tensor] = _nothing
+        self._stand_ins: dict[str, nn.Module] = {
+            name: _StandIn(layer, self) for name, layer in self.layers.named_children()
+        }
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self._configs = list(found.values())
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """Parameters of each layer, adapters included, as the model stands now."""
+        return [list(layer.parameters()) for layer in self.layers]
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """All other parameters: embedding, final norm, unembedding."""
+        inside = {p for layer in self.layers for p in layer.parameters()}
+        return [p for p in self.model.parameters() if p not in inside]
+
+    @contextlib.contextmanager
+    def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
+        """Have attention calls land in ours; afterwards every config says what it said before."""
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation = implementation
+            yield
+        finally:
+            for config, implementation in zip(self._configs, before, strict=True):
+                config._attn_implementation = implementation
+
+    def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
+        """See `Decoder.embed`."""
+        at = slice(chunk.start, chunk.stop)
+        return self.record(0, batch.positions[:, at], input_ids=batch.input_ids_BS[:, at]).hidden
+
+    def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
+        """See `Decoder.layer`."""
+        # Recorded anew for each chunk: kept for all, the rotary embeddings of 2M tokens would take 1 GiB.
+        arguments = self.record(index, batch.positions[:, chunk.start : chunk.stop], inputs_embeds=x_BCE.detach())
+        call = _Call(attend)
+        token = _current.set(call)
+        try:
+            y = arguments.call(self.layers[index], x_BCE)
+        finally:
+            _current.reset(token)
+        if call.count != 1:
+            raise Unsupported(
+                f"{type(self.layers[index]).__name__} of {type(self.model).__name__} called transformers' attention "
+                f"interface {call.count} times instead of once: its attention cannot be streamed."
+            )
+        return first(y)
+
+    def keys_values(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """See `Decoder.keys_values`: the layer is left at its attention call, so that nothing after it is paid for."""
+        taken: list[Tensor] = []
+
+        def stop(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            taken.extend((k, v))
+            raise _Stop
+
+        with contextlib.suppress(_Stop):
+            self.layer(index, x_BCE, batch, chunk, stop)
+        k, v = taken
+        return k, v
+
+    def head(self, x_BTE: Tensor) -> Tensor:
+        """See `Decoder.head`."""
+        positions = torch.arange(x_BTE.shape[1], device=x_BTE.device)[None]
+        with self._replaced(lambda _: x_BTE):
+            output = self._forward(
+                inputs_embeds=x_BTE.detach(), position_ids=positions, use_cache=False, return_dict=True
+            )
+        logits_BTV: Tensor = output.logits
+        return logits_BTV
+
+    def record(self, index: int, positions: Tensor, **inputs: Tensor) -> Arguments:
+        """What the model calls layer `index` with, for one chunk given as `input_ids` or `inputs_embeds`."""
+        records: list[Arguments] = []
+
+        def act(arguments: Arguments) -> Tensor:
+            records.append(arguments)
+            if len(records) == index + 1:
+                raise _Stop
+            return records[-1].hidden
+
+        with self._replaced(act), contextlib.suppress(_Stop):
+            self._forward(**inputs, position_ids=positions, use_cache=False, return_dict=True)
+        return records[index]
+
+    @contextlib.contextmanager
+    def _replaced(self, act: Callable[[Arguments], Tensor]) -> Iterator[None]:
+        layers, self.act, self.layers._modules = self.layers._modules, act, self._stand_ins
+        try:
+            yield
+        finally:
+            self.act, self.layers._modules = _nothing, layers
+
+
+def _nothing(arguments: Arguments) -> Tensor:
+    raise AssertionError("a stand-in was called outside a recording")
+
+
+def first(y: Any) -> Tensor:
+    """The hidden state that a layer returned, alone or in front of a tuple."""
+    hidden: Tensor = y[0] if isinstance(y, tuple) else y
+    return hidden
+
+
+def find_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers of a model: the one list as long as the config says.
+
+    Raises:
+        ValueError: there is none, or more than one; or the model's forward takes no positions or embeddings.
+    """
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise Unsupported(f"{name} has an encoder or cross-attention: only decoder-only models can be streamed.")
+    if model.get_output_embeddings() is None:
+        raise Unsupported(f"{name} has no language-model head: load it with AutoModelForCausalLM.")
+    taken = inspect.signature(type(model).forward).parameters
+    missing = [needed for needed in ("inputs_embeds", "position_ids") if needed not in taken]
+    if missing:
+        raise Unsupported(f"{name}.forward takes no {missing[0]}, so that its chunks cannot be placed.")
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    lists = [m for m in lists if any("attention" in type(part).__name__.lower() for part in m[0].modules())]
+    if len(lists) != 1:
+        raise Unsupported(f"{name} has {len(lists)} lists of {config.num_hidden_layers} decoder layers instead of one.")
+    return lists[0]

@@ -1,0 +1,140 @@
+"""What a streamed forward is given: checked once, before the first sweep, and turned into a `Batch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trunkline.engine import Batch
+from trunkline.head import IGNORE
+
+_MENDS = {
+    "inputs_embeds": "pass input_ids",
+    "cache": "call trunkline.unstream(model) before generating",
+    "past_key_values": "call trunkline.unstream(model) before generating",
+    "use_cache": "call trunkline.unstream(model) before generating, or pass use_cache=False",
+    "output_hidden_states": "leave it out: the hidden states of all layers never exist at once",
+    "output_attentions": "leave it out: attention weights never exist",
+}
+_READ = {
+    "input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep",
+    "return_dict",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A forward that has been asked for."""
+
+    batch: Batch
+    logits_to_keep: int
+    return_dict: bool
+
+
+def read(given: dict[str, Any], name: str) -> Wanted:
+    """Check the arguments of a forward.
+
+    Args:
+        given: the arguments by name.
+        name: the model's, for messages.
+
+    Raises:
+        ValueError: an argument is missing, of the wrong shape or range, or not supported.
+    """
+    for argument, value in given.items():
+        if argument not in _READ and value is not None and value is not False:
+            mend = _MENDS.get(argument, "leave it out")
+            raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
+    ids_BS = given.get("input_ids")
+    if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
+        shape = tuple(ids_BS.shape) if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
+        raise ValueError(f"input_ids must be token ids of shape (batch, sequence), at least one each; got {shape}.")
+    lengths_B = _lengths(given.get("attention_mask"), ids_BS)
+    positions = _positions(given.get("position_ids"), ids_BS, lengths_B)
+    targets_BS = _targets(given.get("labels"), given.get("shift_labels"), ids_BS)
+    keep = given.get("logits_to_keep") or 0
+    return_dict = given.get("return_dict") is not False
+    if targets_BS is None:
+        if not isinstance(keep, int) or keep < 0:
+            raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
+        return Wanted(Batch(ids_BS, positions), min(max(keep, 1), ids_BS.shape[1]), return_dict)
+    if keep:
+        raise ValueError("logits_to_keep goes without labels: with labels the loss is returned, and no logits.")
+    if lengths_B is not None:
+        # Padding counts for nothing; columns that are padding in every row are not computed at all.
+        places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        last = 0 if given.get("shift_labels") is not None else 1  # the token after the last real one is padding
+        targets_BS = targets_BS.masked_fill(places_S >= (lengths_B[:, None] - last), IGNORE)
+        longest = max(int(lengths_B.max()), 1)
+        ids_BS, positions, targets_BS = ids_BS[:, :longest], positions[:, :longest], targets_BS[:, :longest]
+    return Wanted(
+        Batch(ids_BS, positions, targets_BS, _count(given.get("num_items_in_batch"), targets_BS)), 0, return_dict
+    )
+
+
+def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
+    """Tokens of each row that are not padding; None where there is no padding."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != ids_BS.shape:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}: masks other than "
+            "right padding are not supported. Leave it out for plain causal attention."
+        )
+    lengths_B = (mask != 0).sum(1)
+    places_S = torch.arange(ids_BS.shape[1], device=mask.device)
+    if not torch.equal(mask.to(torch.long), (places_S < lengths_B[:, None]).long()):
+        raise ValueError(
+            "attention_mask must be 1 for tokens and 0 for padding on the right (tokenizer.padding_side='right'); "
+            "left padding and masks with holes are not supported."
+        )
+    return lengths_B.to(ids_BS.device) if bool((lengths_B < ids_BS.shape[1]).any()) else None
+
+
+def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tensor:
+    num_rows, seq_len = ids_BS.shape
+    if positions is None:
+        return torch.arange(seq_len, device=ids_BS.device)[None]
+    shape = tuple(positions.shape)
+    if shape not in ((seq_len,), (1, seq_len), (num_rows, seq_len)):
+        raise ValueError(f"position_ids must be of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, not {shape}.")
+    positions_BS: Tensor = positions.reshape(-1, seq_len).to(ids_BS.device)
+    broken = positions_BS.diff(dim=1) != 1
+    if lengths_B is not None:
+        broken = broken & (torch.arange(1, seq_len, device=ids_BS.device) < lengths_B[:, None])
+    if bool(broken.any()):
+        raise ValueError(
+            "position_ids must rise by 1 from token to token: positions that restart mark packed documents, which are "
+            "not supported yet. Pass each document as a row of its own, right-padded with an attention_mask."
+        )
+    return positions_BS
+
+
+def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor) -> Tensor | None:
+    """The token that each position is to predict: shifted once, here, over the whole sequence."""
+    name = "labels" if shift_labels is None else "shift_labels"
+    given = labels if shift_labels is None else shift_labels
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.shape != ids_BS.shape:
+        shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{name} must be of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}.")
+    if bool(((given < 0) & (given != IGNORE)).any()):
+        raise ValueError(f"{name} must be token ids or -100 (ignored); there are other negative numbers among them.")
+    given = given.to(device=ids_BS.device, dtype=torch.long)
+    return given if shift_labels is not None else F.pad(given[:, 1:], (0, 1), value=IGNORE)
+
+
+def _count(num_items: Any, targets_BS: Tensor) -> Tensor:
+    """What the sum of losses is divided by; 1 where there is no target, so that such a batch has loss 0."""
+    if num_items is None:
+        return (targets_BS != IGNORE).sum().clamp_min(1)
+    count = torch.as_tensor(num_items, device=targets_BS.device)
+    if count.numel() != 1 or bool((count <= 0).any()):
+        raise ValueError(f"num_items_in_batch={num_items!r}: give the positive number of target tokens in the batch.")
+    return count.reshape(())

@@ -1,0 +1,183 @@
+"""Which models are streamed, found out by asking the model itself: exact, or refused by name.
+
+`verify` runs every layer of a model on a few tokens, once as transformers does and once in two chunks through the
+core, and compares: whatever carries state across tokens in another way than attention (convolutions, recurrences, masks
+of its own) shows. `check_length` asks the model's own mask function and rotary settings whether anything changes at a
+length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from trunkline.attention.core import Core
+from trunkline.chunking import Chunk, split
+from trunkline.engine import Batch
+from trunkline.huggingface import Arguments, HuggingFaceDecoder, Unsupported, first
+
+_PROBE_TOKENS = 8
+_MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
+_masks: list[Callable[..., Any]] = []
+
+
+def _collect_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> None:
+    _masks.append(mask_function)
+
+
+AttentionInterface.register(_MASK_PROBE, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(_MASK_PROBE, _collect_mask)
+
+
+def check_length(decoder: HuggingFaceDecoder, seq_len: int) -> None:
+    """Refuse a length at which the model is not plainly causal, or at which its positions change.
+
+    Args:
+        decoder: the model.
+        seq_len: tokens of the global sequence.
+
+    Raises:
+        ValueError: a sliding window or attention chunk is shorter than the sequence; rotary frequencies that depend on
+            the length of the input; more tokens than learned positions.
+    """
+    model = decoder.model
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(r for r in rope.values() if isinstance(r, dict))]
+    for kind in kinds:
+        rope_type = kind.get("rope_type", kind.get("type"))
+        if rope_type in ("dynamic", "longrope"):
+            original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+            if seq_len > original:
+                raise Unsupported(
+                    f"{name} has rope_type={rope_type!r}, whose frequencies depend on the length of the input beyond "
+                    f"{original} tokens ({seq_len} were given): that cannot be streamed yet. Shorten the input, or set "
+                    "rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
+                )
+    if not rope and seq_len > (limit := getattr(config, "max_position_embeddings", None) or seq_len):
+        raise ValueError(
+            f"{name} has {limit} learned positions and was given {seq_len} tokens: shorten the input, or build the "
+            f"model with max_position_embeddings of {seq_len} or more."
+        )
+    device = decoder.model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    _masks.clear()
+    with decoder.engaged(_MASK_PROBE), torch.no_grad():
+        decoder.record(0, torch.arange(2, device=device)[None], input_ids=ids)
+    at = torch.linspace(0, seq_len - 1, min(seq_len, 64), dtype=torch.float64).round().long()
+    zero = torch.zeros((), dtype=torch.long)
+    for mask in _masks:
+        q, kv = at[:, None], at[None, :]
+        seen = torch.as_tensor(mask(zero, zero, q, kv)).expand(len(at), len(at))
+        if not torch.equal(seen, kv <= q):
+            raise Unsupported(
+                f"{name} does not let every token attend to all earlier ones at {seq_len} tokens (a sliding window, "
+                "attention chunks, or a mask of its own): that cannot be streamed yet. Shorten the input to the "
+                "window, or switch the window off in the config (sliding_window=None)."
+            )
+
+
+def verify(decoder: HuggingFaceDecoder) -> None:
+    """Compare every piece of a model with the model itself, on a few tokens.
+
+    Args:
+        decoder: the model. Parameters on the `meta` device have no values to compare; then nothing is run.
+
+    Raises:
+        ValueError: a piece differs; the text names the model and the piece.
+    """
+    weight = decoder.model.get_input_embeddings().weight
+    if weight.device.type == "meta":
+        return
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad(), _evaluation(decoder.model):
+        check_length(decoder, _PROBE_TOKENS)
+        _compare(decoder, weight.device)
+
+
+def _compare(decoder: HuggingFaceDecoder, device: torch.device) -> None:
+    name = type(decoder.model).__name__
+    ids_BS = (torch.arange(_PROBE_TOKENS, device=device) * 7919 % decoder.vocab_size)[None]
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    batch = Batch(ids_BS, positions)
+    chunks = split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
+
+    x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
+    parts = [decoder.embed(batch, chunk) for chunk in chunks]
+    _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
+    first_layer = decoder.record(0, positions, input_ids=ids_BS).call(decoder.layers[0], x_BSE)
+    decoder.returns_tuple = isinstance(first_layer, tuple)
+    for index, layer in enumerate(decoder.layers):
+        with torch.enable_grad():
+            arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
+        _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
+        y_BSE = first(arguments.call(layer, x_BSE))
+        core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False)
+        with decoder.engaged():
+            parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
+        _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
+        x_BSE = y_BSE
+    logits = decoder.model(input_ids=ids_BS, use_cache=False, return_dict=True).logits
+    _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
+
+
+def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, chunk: Chunk, core: Core) -> Tensor:
+    return decoder.layer(index, x_BSE[:, chunk.start : chunk.stop], batch, chunk, partial(core.forward, chunk))
+
+
+def _check_arguments(arguments: Arguments, others: Arguments, name: str) -> None:
+    """Refuse layers that are given more than their input, positions and flags."""
+    one = [*arguments.args[1:], *(v for k, v in sorted(arguments.kwargs.items()) if k != "hidden_states")]
+    two = [*others.args[1:], *(v for k, v in sorted(others.kwargs.items()) if k != "hidden_states")]
+    for a, b in zip(_tensors(one), _tensors(two), strict=True):
+        if a.requires_grad:
+            raise Unsupported(f"{name} gives its layers a trained tensor besides their input: it cannot be streamed.")
+        if not torch.equal(a, b):
+            raise Unsupported(f"{name} gives its layers more of the embedding than their input: it cannot be streamed.")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors([values[key] for key in sorted(values)])
+
+
+def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
+    """Compare token by token, relative to what the piece adds to its input.
+
+    More than half of the tokens must differ to be refused: a router of experts may decide a near tie the other way.
+    """
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    error_S = (got - expected).double().norm(dim=-1).flatten()
+    scale_S = (expected - given).double().norm(dim=-1).flatten()
+    scale_S = scale_S + torch.finfo(expected.dtype).eps * expected.double().norm(dim=-1).flatten()
+    wrong_S = ~(error_S <= tolerance * scale_S)
+    if bool(wrong_S[-_PROBE_TOKENS // 2 :].float().mean() > 0.5):
+        worst = float((error_S / scale_S).max())
+        raise Unsupported(
+            f"{what} computes something else in chunks than in one piece (relative difference {worst:.1e}): it carries "
+            "something from token to token besides causal attention, and cannot be streamed."
+        )
+
+
+@contextlib.contextmanager
+def _evaluation(model: PreTrainedModel) -> Iterator[None]:
+    training: list[nn.Module] = [m for m in model.modules() if m.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
