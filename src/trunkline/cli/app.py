@@ -1,0 +1,126 @@
+"""The application: its commands, and what becomes of errors.
+
+Exit codes: 0 done; 1 the run failed (diverged); 2 something the user can mend, told in one paragraph; 130 interrupted.
+Torch and transformers are imported by the commands that need them, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trunkline.cli.arguments import split_arguments
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+app = typer.Typer(
+    name="trunkline",
+    help="Train Hugging Face language models on very long contexts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trunkline {version('trunkline')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train Hugging Face language models on very long contexts."""
+
+
+@app.command(
+    "train",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="All settings are in docs/train.md; an unknown one is answered with the nearest name.",
+)
+def train_command(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE [--dotted.key VALUE]...",
+            help="YAML recipe, then settings that win over it, such as --steps 10 or --optimizer.lr=3e-4.",
+        ),
+    ],
+) -> None:
+    """Train a model by a recipe and write a Hugging Face model folder."""
+    recipe_path, overrides = split_arguments(arguments)
+    from trunkline.cli.train import run_train
+
+    run_train(recipe_path, overrides)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Exception: Anything that is neither the user's to mend nor an expected failure: a bug, with its traceback.
+    """
+    try:
+        code = app(arguments, standalone_mode=False)
+    except typer.Abort:
+        return _interrupted(None)
+    except KeyboardInterrupt as error:
+        return _interrupted(error)
+    except Exception as error:
+        code = _explained(error)
+        if code is None:
+            raise
+    return int(code or 0)
+
+
+def _interrupted(error: BaseException | None) -> int:
+    _say("Interrupted; no model was written.", error)
+    return 130
+
+
+def _explained(error: Exception) -> int | None:
+    """Print an error that has an explanation; return its exit code, None for a bug."""
+    import click
+
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    # A ValueError raised by this package's own code is written for the user; one from below it is a bug.
+    if isinstance(error, ValueError) and _raised_here(error):
+        _say(f"error: {error}", error)
+        return 2
+    loop = sys.modules.get("trunkline.train.loop")
+    if loop is not None and isinstance(error, loop.TrainingDivergedError):
+        _say(f"error: {error}", error)
+        return 1
+    return None
+
+
+def _raised_here(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(PACKAGE)
+
+
+def _say(text: str, error: BaseException | None) -> None:
+    notes = getattr(error, "__notes__", [])
+    print(" ".join([text, *notes]), file=sys.stderr)

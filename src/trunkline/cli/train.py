@@ -1,0 +1,109 @@
+"""`trunkline train`: load the recipe, run it, say what was written and what to try next."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from trunkline.train.display import clock_text, make_display
+from trunkline.train.recipe import Recipe
+from trunkline.train.run import RunResult, train
+from trunkline.train.settings import load_recipe
+
+
+def run_train(recipe_path: Path, overrides: Sequence[tuple[str, str]]) -> None:
+    """Train and report on the terminal.
+
+    Args:
+        recipe_path: YAML file.
+        overrides: Dotted names and values of the command line.
+    """
+    # Its bars would be drawn across the display, for a model that is saved in a moment.
+    transformers_logging.disable_progress_bar()
+    console = Console()
+    display = make_display(console)
+    recipe = load_recipe(recipe_path, overrides, notice=display.note)
+    result = train(recipe, display)
+    for line in summary(recipe, result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def summary(recipe: Recipe, result: RunResult) -> list[str]:
+    """Return the closing lines: how it went, what was written, three things to try.
+
+    Args:
+        recipe: What was run.
+        result: What came out.
+
+    Returns:
+        Lines of text; the commands in them work as they stand, from the current folder.
+    """
+    steps = result.steps
+    folder = _short(result.output)
+    seconds = sum(step.total_seconds for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    lines = [
+        "",
+        f"Done in {clock_text(seconds)}: loss {steps[0].loss:.4f} → {steps[-1].loss:.4f} over {tokens:,} tokens.",
+        "",
+        f"Wrote {folder}/",
+        "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
+        f"  metrics.jsonl  {len(steps)} lines: loss, gradient norm, speed, FLOPs, memory, seconds of each part",
+        "  recipe.yaml    every setting of this run, defaults filled in",
+        "",
+        "Next, for example:",
+    ]
+    for number, (what, command) in enumerate(next_commands(recipe, result), start=1):
+        lines += [f"  {number}. {what}:", f"     {command}"]
+    return lines
+
+
+def next_commands(recipe: Recipe, result: RunResult) -> list[tuple[str, str]]:
+    """Return three things to try, each with a command line that works from the current folder."""
+    folder = _short(result.output)
+    again = f"{_program('trunkline')} train {shlex.quote(f'{folder}/recipe.yaml')}"
+    model = shlex.quote(f"{folder}/model")
+    go_on = f"{again} --model.preset null --model.path {model} --output {shlex.quote(f'{folder}-2')}"
+    longer = 2 * recipe.context
+    if recipe.model.preset is not None and result.cut.longest_document >= longer:
+        second = (
+            f"Twice the context, {longer:,} tokens, for a few steps",
+            f"{again} --context {longer} --steps {min(4, recipe.steps)} --optimizer.warmup_steps 0 "
+            f"--output {shlex.quote(f'{folder}-{longer}')}",
+        )
+    else:
+        second = (
+            "The same with less memory and more time: keep nothing between forward and backward",
+            f"{again} --keep '[]' --output {shlex.quote(f'{folder}-keep-nothing')}",
+        )
+    code = (
+        f"from transformers import pipeline; p = pipeline('text-generation', {f'{folder}/model'!r}); "
+        "print(p('def ', max_new_tokens=200)[0]['generated_text'])"
+    )
+    # Double quotes read better around Python's single ones, where nothing in the path needs more.
+    quoted = f'"{code}"' if re.fullmatch(r"[\w./-]+", folder) else shlex.quote(code)
+    return [
+        ("Go on training from the model just written", go_on),
+        second,
+        ("Let it write something", f"{_program('python')} -c {quoted}"),
+    ]
+
+
+def _program(name: str) -> str:
+    """Return how to call a program of this environment from here: by name where the shell finds that one."""
+    program = Path(sys.executable).with_name(name)
+    on_path = shutil.which(name)
+    return name if on_path is not None and Path(on_path) == program else shlex.quote(_short(program))
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,188 @@
+"""Where documents come from: files, globs, folders, `.jsonl`, and the Python standard library's own source.
+
+A document is one text file, or one line of a `.jsonl` file. The order is a function of the settings and of the file
+names alone, so two machines with the same files train on the same sequence of samples.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+STDLIB = "stdlib"
+
+_PROSE = "txt text md markdown rst tex org adoc html xml csv tsv json jsonl yaml yml toml ini cfg ipynb"
+_CODE = (
+    "py pyi c h cc cpp hpp cu cuh rs go java kt scala js jsx ts tsx rb php pl sh sql r jl lua hs ml ex erl swift cs f90"
+)
+TEXT_SUFFIXES = frozenset(f".{suffix}" for suffix in f"{_PROSE} {_CODE}".split())
+_SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+_STDLIB_SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text with the name that messages use for it."""
+
+    name: str
+    text: str
+
+
+def find_files(specs: Sequence[str], *, base: Path | None = None) -> list[Path]:
+    """Resolve `data.files` to files, in an order that depends on nothing but the settings and the names.
+
+    Args:
+        specs: Each a file (read whatever its suffix), a folder (searched recursively for text suffixes; hidden names
+            are skipped), a glob pattern (`**` is recursive), or the word `stdlib`.
+        base: Folder that relative entries start from; the current one by default.
+
+    Returns:
+        Existing files without repeats; entries in the order given, files of one entry sorted by path.
+
+    Raises:
+        ValueError: An entry does not exist, matches nothing, or is a folder without text files.
+    """
+    if not specs:
+        raise ValueError("data.files is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
+    found: dict[Path, None] = {}
+    for spec in specs:
+        for path in _resolve(spec, base or Path()):
+            found.setdefault(path.resolve())
+    return list(found)
+
+
+def read_documents(files: Sequence[Path], *, text_field: str = "text") -> Iterator[Document]:
+    """Read documents one after another; only one is in memory at a time.
+
+    Args:
+        files: Files to read, in order. One ending in `.jsonl` holds one JSON object a line.
+        text_field: Name of the text in those objects.
+
+    Yields:
+        Documents that have at least one character.
+
+    Raises:
+        ValueError: A file is not UTF-8 or cannot be read, or a line of a `.jsonl` is not an object with that text
+            field.
+    """
+    for path in files:
+        if path.suffix == ".jsonl":
+            yield from _read_jsonl(path, text_field)
+        else:
+            text = _decode(_read_bytes(path), path, 0)
+            if text:
+                yield Document(str(path), text)
+
+
+def _resolve(spec: str, base: Path) -> list[Path]:
+    if spec == STDLIB:
+        return _stdlib_files()
+    path = base / Path(spec).expanduser()
+    if path.is_dir():
+        files = _walk(path)
+        if not files:
+            raise ValueError(
+                f"data.files: the folder '{path}' has no text files (known suffixes: .txt, .md, .jsonl, .py and the "
+                "like; hidden names are skipped). Name the files or a glob pattern such as "
+                f"'{path}/*' to read them whatever their suffix."
+            )
+        return files
+    if path.is_file():
+        return [path]
+    if glob.has_magic(spec):
+        files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
+        if not files:
+            raise ValueError(f"data.files: no file matches the pattern '{path}'. Check the pattern and the folder.")
+        return files
+    raise ValueError(
+        f"data.files: '{path}' does not exist. Name a text file, a folder, a glob pattern, or 'stdlib'"
+        f" (relative names start from '{base.resolve()}')."
+    )
+
+
+def _walk(folder: Path) -> list[Path]:
+    files = []
+    for path in folder.rglob("*"):
+        parts = path.relative_to(folder).parts
+        if any(part.startswith(".") or part in _SKIPPED_FOLDERS for part in parts):
+            continue
+        if path.suffix.lower() in TEXT_SUFFIXES and path.is_file():
+            files.append(path)
+    return sorted(files)
+
+
+def _stdlib_files() -> list[Path]:
+    """Source of the running Python's standard library, its tests left out: distributions often ship without them."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path for path in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(path.relative_to(root).parts[:-1])
+    )
+    if not files:
+        raise ValueError(
+            f"data.files: 'stdlib' found no Python source below '{root}' (a zipped or stripped installation). "
+            "Name a folder with text files instead."
+        )
+    return files
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"data.files: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
+        ) from error
+
+
+def _decode(raw: bytes, path: Path, offset: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.files: '{path}' is not UTF-8 text: byte {offset + error.start:,} (0x{raw[error.start]:02x}) cannot "
+            "be decoded. Convert the file (iconv -f latin1 -t utf-8 is often right), or leave it out of data.files."
+        ) from error
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
+    offset = 0
+    for number, raw in enumerate(_lines(path), start=1):
+        line = _decode(raw, path, offset)
+        offset += len(raw)
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"data.files: line {number} of '{path}' is not JSON ({error.msg} at column {error.colno}). "
+                "A .jsonl file holds one JSON object a line; rename the file if it is plain text."
+            ) from error
+        if not isinstance(record, dict) or text_field not in record:
+            has = f"it has {', '.join(sorted(map(str, record)))}" if isinstance(record, dict) else "it is no object"
+            raise ValueError(
+                f"data.text_field: line {number} of '{path}' has no field '{text_field}' ({has}). "
+                "Set data.text_field to the field that holds the text."
+            )
+        text = record[text_field]
+        if not isinstance(text, str):
+            raise ValueError(
+                f"data.text_field: field '{text_field}' in line {number} of '{path}' is {type(text).__name__}, not "
+                "text. Set data.text_field to the field that holds the text."
+            )
+        if text:
+            yield Document(f"{path}:{number}", text)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise ValueError(
+            f"data.files: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
+        ) from error

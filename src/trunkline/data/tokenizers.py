@@ -1,0 +1,188 @@
+"""Text to token ids: a byte tokenizer that needs no files, and any Hugging Face tokenizer from a local folder.
+
+Both give an `Encoder`. Nothing here truncates: a tokenizer's own length limit is ignored on purpose, because the
+context is the recipe's to set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.integer[Any]]
+
+BYTES = "bytes"
+BYTE_EOS = "<|eos|>"
+BYTE_PAD = "<|pad|>"
+
+# Tokenizers take time and memory that grow faster than the text; pieces of this many characters keep both flat.
+PIECE_CHARS = 1_000_000
+
+
+def make_byte_tokenizer() -> Any:
+    """Build the byte tokenizer as a real Hugging Face tokenizer.
+
+    Ids 0…255 are the byte values of the UTF-8 text; 256 is `<|eos|>`, 257 is `<|pad|>`.
+
+    Returns:
+        A `PreTrainedTokenizerFast` whose saved folder loads with `AutoTokenizer`.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # The regular expression only bounds the length of what one call of the model sees; without merges ids are
+    # unchanged.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(BYTE_EOS, special=True), AddedToken(BYTE_PAD, special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=BYTE_EOS,
+        pad_token=BYTE_PAD,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """Return the 256 printable symbols that byte-level tokenizers write bytes with, by byte value (GPT-2's table)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, shifted = [], 0x100
+    for byte in range(256):
+        if byte in printable:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(shifted))
+            shifted += 1
+    return symbols
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns one document into token ids.
+
+    Attributes:
+        tokenizer: The Hugging Face tokenizer that is saved with the model.
+        is_bytes: Whether ids are byte values, so that encoding is a view of memory.
+        prefix: Ids set before each document: the tokenizer's beginning-of-sequence token, where it adds one by itself.
+        suffix: Ids set after each document: its end-of-sequence token, where it has one.
+        vocab_size: One more than the largest id.
+        piece_chars: Most characters that go to the tokenizer at once.
+    """
+
+    tokenizer: Any
+    is_bytes: bool
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    vocab_size: int
+    piece_chars: int = PIECE_CHARS
+
+    @property
+    def dtype(self) -> type[np.uint16] | type[np.int32]:
+        """Smallest type that holds every id."""
+        return np.uint16 if self.vocab_size <= 2**16 else np.int32
+
+    def encode(self, text: str) -> Tokens:
+        """Encode one whole document.
+
+        Args:
+            text: The document.
+
+        Returns:
+            All its ids, one dimension, in `dtype`: prefix, text, suffix.
+        """
+        if self.is_bytes:
+            body = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
+        else:
+            body = [
+                np.asarray(self._encode_piece(piece), dtype=self.dtype) for piece in split_text(text, self.piece_chars)
+            ]
+        parts = [np.asarray(self.prefix, self.dtype), *body, np.asarray(self.suffix, self.dtype)]
+        return np.concatenate(parts, dtype=self.dtype, casting="safe")
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        ids: list[int] = self.tokenizer(
+            piece, add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return ids
+
+
+# Between a letter or digit and the newline after it. There every byte-level tokenizer known here (GPT-2's, Llama 3's,
+# Qwen's) splits before it looks for tokens; after a newline, or after punctuation, they differ.
+_CLEAN_CUT = re.compile(r"(?<=[^\W_])(?=\n)")
+
+
+def split_text(text: str, piece_chars: int) -> Iterator[str]:
+    """Cut text into pieces a tokenizer can take, where tokens do not span the cut.
+
+    A cut lies between a letter or digit and a newline, else after any newline, else after a space, and only in a text
+    without any of these at `piece_chars` exactly, so that one endless line cannot hang the tokenizer either.
+
+    Args:
+        text: Any text.
+        piece_chars: Most characters of a piece.
+
+    Yields:
+        Pieces that joined give the text.
+    """
+    start = 0
+    while len(text) - start > piece_chars:
+        stop = start + piece_chars
+        # Only the last half is searched for a clean cut: it has one in any prose or code.
+        tail = max(start + 1, stop - piece_chars // 2)
+        clean = [match.end() for match in _CLEAN_CUT.finditer(text, tail, stop)]
+        cut = clean[-1] if clean else (text.rfind("\n", start, stop) + 1 or text.rfind(" ", start, stop) + 1 or stop)
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]
+
+
+def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
+    """Load the tokenizer that `data.tokenizer` names.
+
+    Args:
+        spec: `bytes`, or a folder with a Hugging Face tokenizer.
+        base: Folder that a relative name starts from; the current one by default.
+
+    Returns:
+        The encoder.
+
+    Raises:
+        ValueError: The folder does not exist or holds no tokenizer.
+    """
+    if spec == BYTES:
+        tokenizer = make_byte_tokenizer()
+        return Encoder(tokenizer, True, (), (tokenizer.eos_token_id,), len(tokenizer))
+    from transformers import AutoTokenizer
+
+    folder = (base or Path()) / Path(spec).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"data.tokenizer: the folder '{folder}' does not exist. Set it to 'bytes', or to a local folder with a "
+            "Hugging Face tokenizer (tokenizer.json); names on the Hub are not downloaded."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"data.tokenizer: the folder '{folder}' holds no tokenizer that transformers can load "
+            f"({_first_line(error)}). Save one there with tokenizer.save_pretrained, or set data.tokenizer to 'bytes'."
+        ) from error
+    added_alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prefix = (bos,) if bos is not None and added_alone[:1] == [bos] else ()
+    suffix = (eos,) if eos is not None else ()
+    return Encoder(tokenizer, False, prefix, suffix, max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

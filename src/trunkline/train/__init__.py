@@ -1,0 +1,1 @@
+"""`trunkline train`: one YAML recipe in, a trained Hugging Face model folder out."""

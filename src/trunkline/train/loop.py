@@ -1,0 +1,141 @@
+"""The training loop: micro-batches, one optimizer step, one record; again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from trunkline.data import SampleOrder, Samples
+from trunkline.train.clock import PartClock
+from trunkline.train.display import Display
+from trunkline.train.estimate import SweepPosition
+from trunkline.train.metrics import StepMetrics, peak_memory_bytes, start_peak
+from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
+from trunkline.train.recipe import Recipe
+
+
+class TrainingDivergedError(RuntimeError):
+    """Loss or gradient norm is not finite; the parameters are those of the step before."""
+
+
+class Monitor:
+    """Receives the engine's progress: turns the clock and tells the display.
+
+    Args:
+        clock: The step's clock.
+        display: The display.
+    """
+
+    def __init__(self, clock: PartClock, display: Display) -> None:
+        self._clock = clock
+        self._display = display
+
+    def __call__(self, position: SweepPosition) -> None:
+        """Take note of the chunk whose work begins."""
+        self._clock.enter(position.part)
+        self._display.progress(position)
+
+
+@dataclass
+class Trainer:
+    """Runs the steps of a recipe on a streamed model.
+
+    Attributes:
+        recipe: The settings.
+        model: The model, already streamed, with a `Monitor` of `clock` and `display` as its progress callback.
+        samples: What it learns from.
+        optimizer: Its optimizer.
+        clock: The clock that the monitor turns.
+        display: Told about micro-batches.
+        device: Where the model is.
+        flops_per_sample: Model FLOPs of one sample, None if unknown.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+    samples: Samples
+    optimizer: Optimizer
+    clock: PartClock
+    display: Display
+    device: torch.device
+    flops_per_sample: int | None
+
+    def __post_init__(self) -> None:
+        self._order = SampleOrder(len(self.samples), self.recipe.seed)
+
+    def step(self, index: int) -> StepMetrics:
+        """Run one optimizer step.
+
+        Args:
+            index: Step, counted from 0.
+
+        Returns:
+            Its record.
+
+        Raises:
+            TrainingDivergedError: The loss or the gradient norm is not finite. Nothing was updated.
+        """
+        recipe = self.recipe
+        start_peak(self.device)
+        self.clock.enter("data")
+        micro_batches = self._micro_batches(index)
+        # Normalised by the tokens of the whole step, so that the split into micro-batches changes nothing.
+        num_items = sum(int((labels_BS[:, 1:] != -100).sum()) for labels_BS in micro_batches)
+        loss = 0.0
+        for number, ids_BS in enumerate(micro_batches):
+            self.display.micro_batch(number)
+            self.clock.enter("data")
+            ids_BS = ids_BS.to(self.device, non_blocking=True)
+            part = self.model(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=num_items).loss
+            part_value = float(part.detach())
+            self._require_finite(part_value, "loss", index)
+            part.backward()
+            loss += part_value
+        self.clock.enter("optimizer")
+        grad_norm = float(self.optimizer.collect())
+        self._require_finite(grad_norm, "gradient norm", index)
+        rate = learning_rate(index, steps=recipe.steps, settings=recipe.optimizer)
+        self.optimizer.step(lr=rate, scale=clip_scale(grad_norm, recipe.clip))
+        seconds = self.clock.stop()
+        return self._record(index, loss, grad_norm, rate, seconds)
+
+    def _micro_batches(self, index: int) -> list[torch.Tensor]:
+        """Return the step's token ids, (B, S) int64 each; which samples they are depends on seed and place alone."""
+        recipe = self.recipe
+        per_step = recipe.batch_size * recipe.gradient_accumulation
+        chosen = self._order.take(index * per_step, per_step)
+        batches = [chosen[i : i + recipe.batch_size] for i in range(0, per_step, recipe.batch_size)]
+        return [
+            torch.from_numpy(np.stack([self.samples.pieces[i] for i in batch]).astype(np.int64)) for batch in batches
+        ]
+
+    def _record(self, index: int, loss: float, grad_norm: float, rate: float, seconds: dict[str, float]) -> StepMetrics:
+        recipe = self.recipe
+        total = sum(seconds.values())
+        num_samples = recipe.batch_size * recipe.gradient_accumulation
+        flops = None if self.flops_per_sample is None else self.flops_per_sample * num_samples
+        return StepMetrics(
+            step=index + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=rate,
+            tokens=recipe.tokens_per_step,
+            tokens_per_second=recipe.tokens_per_step / total,
+            model_flops=flops,
+            flops_per_second=None if flops is None else flops / total,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            seconds=seconds,
+        )
+
+    def _require_finite(self, value: float, what: str, index: int) -> None:
+        if not math.isfinite(value):
+            raise TrainingDivergedError(
+                f"the {what} of step {index + 1} is {value}, so training stopped before that update. Lower "
+                "optimizer.lr "
+                f"({self.recipe.optimizer.lr:g}), lengthen optimizer.warmup_steps "
+                f"({self.recipe.optimizer.warmup_steps}), or use model.dtype float32."
+            )

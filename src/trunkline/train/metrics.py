@@ -1,0 +1,84 @@
+"""One record a step, and the file of JSON lines they go to."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one optimizer step did. The fields are the keys of a line of `metrics.jsonl`.
+
+    Attributes:
+        step: Step, counted from 1.
+        loss: Mean over all valid tokens of the step (all micro-batches), in nats a token.
+        grad_norm: Global norm before clipping.
+        lr: Learning rate.
+        tokens: Tokens of the step (global).
+        tokens_per_second: Tokens over the seconds of all parts.
+        model_flops: FLOPs of the step, causal attention exact, recomputation not counted; None if not countable.
+        flops_per_second: These over the seconds of all parts.
+        peak_memory_bytes: CUDA: most memory allocated in the step; CPU: most resident memory of the process so far.
+        seconds: Seconds of each part: data, embed, forward, head, backward, optimizer.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    model_flops: int | None
+    flops_per_second: float | None
+    peak_memory_bytes: int
+    seconds: dict[str, float]
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.seconds.values())
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+class MetricsFile:
+    """Appends records to a file, each complete on disk before the next step begins.
+
+    Args:
+        path: File to make; it must not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("x", encoding="utf-8")
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one line."""
+        self._file.write(metrics.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def start_peak(device: torch.device) -> None:
+    """Begin a new measurement of peak memory, where the device can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak: of allocated memory since `start_peak` on CUDA, of the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts KiB, macOS bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

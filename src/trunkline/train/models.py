@@ -1,0 +1,231 @@
+"""The model a recipe asks for: from a preset with fresh weights, or from a local Hugging Face folder.
+
+Every rule about lengths is checked here, before anything is trained: a context beyond the positions a model was made
+for is an error, never a silent extrapolation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+
+from trunkline.data.tokenizers import BYTES, Encoder
+from trunkline.train.presets import PRESETS
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import RecipeError
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of `device`; `auto` is CUDA where there is one.
+
+    Raises:
+        RecipeError: CUDA is asked for and absent, or the index is too high.
+    """
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (not available or (device.index or 0) >= torch.cuda.device_count()):
+        raise RecipeError(
+            f"device: '{name}' is not there: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA "
+            "devices. Set device to auto or cpu, or install a PyTorch built for your CUDA."
+        )
+    return device
+
+
+def tokenizer_spec(recipe: Recipe) -> str:
+    """Return what to load as tokenizer: the setting, else the model folder's own, else bytes."""
+    if recipe.data.tokenizer is not None:
+        return recipe.data.tokenizer
+    return BYTES if recipe.model.path is None else recipe.model.path
+
+
+def build_config(recipe: Recipe, encoder: Encoder) -> Any:
+    """Make the Hugging Face config of the recipe's model, checked against context and tokenizer.
+
+    Args:
+        recipe: The recipe.
+        encoder: Its tokenizer; fresh models take vocabulary and special ids from it.
+
+    Returns:
+        A `PretrainedConfig`.
+
+    Raises:
+        RecipeError: No model folder, an override that the config does not have, positions or vocabulary too small.
+    """
+    config = _fresh_config(recipe, encoder) if recipe.model.preset is not None else _stored_config(recipe)
+    _check_positions(config, recipe)
+    if config.get_text_config().vocab_size < encoder.vocab_size:
+        raise RecipeError(
+            f"data.tokenizer: its largest id is {encoder.vocab_size - 1:,}, but the model has a vocabulary of "
+            f"{config.get_text_config().vocab_size:,}. Use the tokenizer the model was trained with (leave "
+            "data.tokenizer out)."
+        )
+    return config
+
+
+def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
+    """Make the model on its device, in training mode, from fresh or stored weights.
+
+    Args:
+        recipe: The recipe.
+        config: From `build_config`.
+        device: Where parameters live.
+
+    Returns:
+        A Hugging Face causal language model in `model.dtype`.
+
+    Raises:
+        RecipeError: The folder's weights are missing or do not fit the config.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, recipe.model.dtype)
+    model: nn.Module
+    if recipe.model.path is None:
+        torch.manual_seed(recipe.seed)
+        try:
+            with device:
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
+            raise RecipeError(
+                f"model.overrides: a {config.model_type} model cannot be made with them ({_first_line(error)}). "
+                "Check that sizes are whole numbers and divide by the number of heads."
+            ) from error
+    else:
+        folder = Path(recipe.model.path).expanduser()
+        try:
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RecipeError(
+                f"model.path: the weights in '{folder}' cannot be loaded ({_first_line(error)}). The folder must hold "
+                "a causal language model as save_pretrained writes it, and model.overrides must not change its shapes."
+            ) from error
+        if loading["missing_keys"]:
+            missing = sorted(loading["missing_keys"])
+            raise RecipeError(
+                f"model.path: '{folder}' has no weights for {len(missing)} parameters of its model ({missing[0]}, …). "
+                "Give the folder of the complete model."
+            )
+        model = model.to(device)
+    return model.train()
+
+
+def _fresh_config(recipe: Recipe, encoder: Encoder) -> Any:
+    from transformers import AutoConfig
+
+    assert recipe.model.preset is not None
+    preset = PRESETS[recipe.model.preset]
+    tokenizer = encoder.tokenizer
+    config = AutoConfig.for_model(
+        preset.model_type,
+        **preset.fields,
+        vocab_size=encoder.vocab_size,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    # A learned table is as long as the context. Rotary positions have no table; the number only tells servers how far
+    # to go.
+    config.max_position_embeddings = (
+        recipe.context if preset.has_position_table else max(recipe.context, config.max_position_embeddings)
+    )
+    return _override(config, recipe.model.overrides)
+
+
+def _stored_config(recipe: Recipe) -> Any:
+    from transformers import AutoConfig
+
+    assert recipe.model.path is not None
+    folder = Path(recipe.model.path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"model.path: '{folder}' is not a Hugging Face model folder (no config.json there). Give a local folder as "
+            f"save_pretrained writes it; names on the Hub are not downloaded. For fresh weights set model.preset."
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise RecipeError(
+            f"model.path: '{folder}/config.json' is of no model that transformers knows ({_first_line(error)})."
+        ) from error
+    stored = getattr(config.get_text_config(), "max_position_embeddings", None)
+    config = _override(config, recipe.model.overrides)
+    text = config.get_text_config()
+    if not hasattr(text, "rope_parameters") and getattr(text, "max_position_embeddings", None) != stored:
+        raise RecipeError(
+            f"model.overrides: '{folder}' has a learned table of {stored:,} positions, which cannot be lengthened. "
+            f"Set context to {stored} or less, or train a model.preset from scratch."
+        )
+    return config
+
+
+def _override(config: Any, overrides: dict[str, Any]) -> Any:
+    """Replace config fields by rebuilding the config, so that what its class derives from them is derived anew."""
+    if not overrides:
+        return config
+    fields = config.to_dict()
+    known = [name for name in [*fields, *config.attribute_map] if not name.startswith("_")]
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else "See the config.json of a model of this kind."
+            raise RecipeError(f"model.overrides.{name}: a {config.model_type} config has no such field. {hint}")
+    changed = {config.attribute_map.get(name, name): value for name, value in overrides.items()}
+    if isinstance(changed.get("rope_parameters"), dict):
+        changed["rope_parameters"] = _merge_rope(fields, changed["rope_parameters"])
+    if {"hidden_size", "num_attention_heads"} & changed.keys() and _has_derived_head_dim(fields):
+        fields.pop("head_dim")
+    if "num_hidden_layers" in changed:
+        fields.pop("layer_types", None)
+    try:
+        return type(config).from_dict({**fields, **changed})
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.overrides: {_last_line(error)} Mend that field of model.overrides.") from error
+
+
+def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """Lay new rope settings over the old: left out, the base and the original length would silently become defaults."""
+    merged = {**(fields.get("rope_parameters") or {}), **changed}
+    if merged.get("rope_type", "default") != "default":
+        merged.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    return merged
+
+
+def _has_derived_head_dim(fields: dict[str, Any]) -> bool:
+    # One that the model sets apart from E / H is the user's to change.
+    derived: bool = fields.get("head_dim") == fields.get("hidden_size", 0) // (fields.get("num_attention_heads") or 1)
+    return "head_dim" in fields and derived
+
+
+def _check_positions(config: Any, recipe: Recipe) -> None:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or recipe.context <= positions:
+        return
+    mend = f"Set context to {positions} or less"
+    if hasattr(config.get_text_config(), "rope_parameters"):
+        mend += (
+            f", or set model.overrides.max_position_embeddings to {recipe.context} (and "
+            "model.overrides.rope_parameters, "
+            "for example {rope_type: yarn, factor: 4.0}, to scale the rotary positions); both are saved with the model"
+        )
+    raise RecipeError(
+        f"context: {recipe.context:,} tokens (global) is more than the {positions:,} positions this model is made for. "
+        f"{mend}."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".") + "."

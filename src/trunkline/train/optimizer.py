@@ -1,0 +1,117 @@
+"""AdamW with decay on matrices only and float32 masters of bfloat16 parameters; the schedule; the gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from trunkline.train.recipe import OptimizerSection
+
+
+def learning_rate(step: int, *, steps: int, settings: OptimizerSection) -> float:
+    """Return the rate of one step: linear warm-up, then a cosine down to `lr * min_lr_ratio` at the last step.
+
+    Args:
+        step: Step, counted from 0.
+        steps: Steps of the run.
+        settings: The optimizer's settings.
+
+    Returns:
+        Rate above 0 at every step, `lr` at the end of the warm-up.
+    """
+    warmup = settings.warmup_steps
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
+    # The last step is at the floor itself; a run of one step has no way to go.
+    share = (step - warmup) / max(1, steps - 1 - warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine)
+
+
+def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients as one vector, in float32 whatever their type.
+
+    Args:
+        gradients: Gradients on one device.
+
+    Returns:
+        A scalar; not finite if any element is not.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+class Optimizer:
+    """AdamW over a model's trainable parameters.
+
+    bfloat16 has 8 bits of mantissa: an update smaller than 1/256 of a weight is lost. So with `fp32_master` AdamW works
+    on float32 copies, and the parameters are their rounded images. It costs 4 bytes a parameter.
+
+    Args:
+        model: Its trainable parameters are optimised.
+        settings: Rates and decay.
+
+    Raises:
+        ValueError: The model has no trainable parameter.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSection) -> None:
+        self.settings = settings
+        self.parameters: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.parameters:
+            raise ValueError("model: no parameter is trainable (requires_grad is False on all of them).")
+        self.has_masters = settings.fp32_master and any(p.dtype == torch.bfloat16 for p in self.parameters)
+        if self.has_masters:
+            self.optimised = [parameter.detach().to(torch.float32, copy=True) for parameter in self.parameters]
+        else:
+            self.optimised = [parameter.detach() for parameter in self.parameters]
+        groups = [
+            {"params": [p for p in self.optimised if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in self.optimised if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+
+    def collect(self) -> torch.Tensor:
+        """Take the gradients over from the model.
+
+        Returns:
+            Their global norm, a float32 scalar.
+        """
+        for parameter, optimised in zip(self.parameters, self.optimised, strict=True):
+            if parameter.grad is not None:
+                optimised.grad = parameter.grad.to(optimised.dtype)
+                parameter.grad = None
+        return gradient_norm(optimised.grad for optimised in self.optimised if optimised.grad is not None)
+
+    def step(self, *, lr: float, scale: float) -> None:
+        """Update the parameters from the collected gradients, and drop these.
+
+        Args:
+            lr: Learning rate of this step.
+            scale: Factor for the gradients, 1 for none (clipping).
+        """
+        gradients = [optimised.grad for optimised in self.optimised if optimised.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        if self.has_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.optimised)
+
+
+def clip_scale(norm: float, clip: float | None) -> float:
+    """Return the factor that brings a norm down to `clip`; 1 where it is lower, or for no clipping."""
+    return 1.0 if clip is None or norm <= clip else clip / norm

@@ -1,0 +1,123 @@
+"""The output folder: complete or not there at all.
+
+A run works in a sibling folder of its own, `<output>.partial-<pid>`, where `metrics.jsonl` can be followed. At the end
+the model is saved there and the folder is renamed into place. A run that stops before its first step leaves nothing;
+one that stops later leaves its metrics, and says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from trunkline.train.metrics import MetricsFile, StepMetrics
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import RecipeError, dump_recipe
+
+MODEL, RECIPE, METRICS = "model", "recipe.yaml", "metrics.jsonl"
+
+
+class OutputFolder:
+    """Context manager around one run's output.
+
+    Args:
+        recipe: Gives `output` and `overwrite`; is written beside the model.
+
+    Raises:
+        RecipeError: The folder exists and may not be replaced, or its parent cannot be written.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.path = Path(recipe.output).expanduser().absolute()
+        self.partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self.num_steps = 0
+        self._made_parents: list[Path] = []
+        check_output(self.path, overwrite=recipe.overwrite)
+
+    def __enter__(self) -> Self:
+        parents = [parent for parent in self.path.parents if not parent.exists()]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.partial.mkdir()
+        except OSError as error:
+            raise RecipeError(
+                f"output: the folder '{self.path}' cannot be made ({error.strerror}). Set output to a place you can "
+                "write."
+            ) from error
+        self._made_parents = parents
+        self._metrics = MetricsFile(self.partial / METRICS)
+        return self
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step to `metrics.jsonl`."""
+        self._metrics.write(metrics)
+        self.num_steps += 1
+
+    def finish(self, model: nn.Module, tokenizer: Any) -> None:
+        """Save model, tokenizer and resolved recipe, and put the folder in place.
+
+        Args:
+            model: A Hugging Face model.
+            tokenizer: Its tokenizer.
+        """
+        self._metrics.close()
+        model.save_pretrained(self.partial / MODEL)  # type: ignore[operator]
+        tokenizer.save_pretrained(self.partial / MODEL)
+        (self.partial / RECIPE).write_text(dump_recipe(self.recipe), encoding="utf-8")
+        # Looked at again: hours may have passed since the start.
+        check_output(self.path, overwrite=self.recipe.overwrite)
+        if self.path.exists():
+            old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
+            self.path.rename(old)
+            self.partial.rename(self.path)
+            shutil.rmtree(old)
+        else:
+            self.partial.rename(self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        if error is not None and self.partial.exists():
+            if self.num_steps == 0:
+                shutil.rmtree(self.partial)
+                for parent in self._made_parents:
+                    # Another program may have put something there meanwhile.
+                    with contextlib.suppress(OSError):
+                        parent.rmdir()
+            else:
+                error.add_note(f"The metrics of the {self.num_steps} steps so far are in '{self.partial / METRICS}'.")
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that exists, unless it is empty, or is an earlier run's and may be replaced.
+
+    Args:
+        path: The output folder.
+        overwrite: Whether an earlier run may be replaced.
+
+    Raises:
+        RecipeError: With the mend.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise RecipeError(f"output: '{path}' is a file. Set output to the name of a folder.")
+    if not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise RecipeError(
+            f"output: the folder '{path}' exists. Set output to another folder, or --overwrite true to replace it."
+        )
+    if not all((path / name).exists() for name in (MODEL, RECIPE, METRICS)):
+        raise RecipeError(
+            f"output: '{path}' holds something other than an earlier run, and overwrite replaces only those. "
+            "Set output to another folder."
+        )
