@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from trunkline.cli.arguments import split_arguments
+
+Job = Callable[[], None]
+
+# typer carries its own click or takes the installed one, by version; this is that one's base of all usage errors.
+_COMMAND_LINE_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -55,12 +61,15 @@ def train_command(
             help="YAML recipe, then settings that win over it, such as --steps 10 or --optimizer.lr=3e-4.",
         ),
     ],
-) -> None:
+) -> Job:
     """Train a model by a recipe and write a Hugging Face model folder."""
-    recipe_path, overrides = split_arguments(arguments)
-    from trunkline.cli.train import run_train
 
-    run_train(recipe_path, overrides)
+    def job() -> None:
+        from trunkline.cli.train import run_train
+
+        run_train(*split_arguments(arguments))
+
+    return job
 
 
 def main() -> None:
@@ -81,30 +90,27 @@ def run(arguments: list[str]) -> int:
         Exception: Anything that is neither the user's to mend nor an expected failure: a bug, with its traceback.
     """
     try:
-        code = app(arguments, standalone_mode=False)
-    except typer.Abort:
-        return _interrupted(None)
+        # A command gives its work back instead of doing it, so that typer's own handling of interruptions is out of
+        # the way when it runs.
+        job = app(arguments, standalone_mode=False)
+        if callable(job):
+            job()
     except KeyboardInterrupt as error:
-        return _interrupted(error)
+        _say("Interrupted; no model was written.", error)
+        return 130
     except Exception as error:
         code = _explained(error)
         if code is None:
             raise
-    return int(code or 0)
-
-
-def _interrupted(error: BaseException | None) -> int:
-    _say("Interrupted; no model was written.", error)
-    return 130
+        return code
+    return 0
 
 
 def _explained(error: Exception) -> int | None:
     """Print an error that has an explanation; return its exit code, None for a bug."""
-    import click
-
-    if isinstance(error, click.ClickException):
+    if isinstance(error, _COMMAND_LINE_ERROR):
         error.show()
-        return error.exit_code
+        return int(error.exit_code)
     # A ValueError raised by this package's own code is written for the user; one from below it is a bug.
     if isinstance(error, ValueError) and _raised_here(error):
         _say(f"error: {error}", error)

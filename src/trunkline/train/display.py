@@ -16,6 +16,7 @@ from trunkline.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,8 @@ class LiveDisplay:
     """
 
     def __init__(self, console: Console) -> None:
-        from rich.live import Live
-
         self._console = console
-        self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=4, transient=True, redirect_stderr=False
-        )
+        self._live: Live | None = None
         self._info: RunInfo | None = None
         self._estimate: StepEstimate | None = None
         self._position: SweepPosition | None = None
@@ -134,6 +131,8 @@ class LiveDisplay:
 
     def begin(self, info: RunInfo) -> None:
         """Print the headline and start drawing."""
+        from rich.live import Live
+
         self._info = info
         self._estimate = StepEstimate(info.num_micro_batches, info.attention_share)
         self._estimate.start_step(None)
@@ -141,6 +140,7 @@ class LiveDisplay:
             self._console.print(line, markup=False, highlight=False, style="bold" if index == 0 else "")
         self._console.print()
         self._step_began = time.perf_counter()
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
 
     def micro_batch(self, index: int) -> None:
@@ -167,7 +167,7 @@ class LiveDisplay:
 
     def end(self) -> None:
         """Take the panel away; the permanent lines stay."""
-        if self._live.is_started:
+        if self._live is not None:
             self._live.stop()
 
     def seconds_left(self) -> float | None:
@@ -194,30 +194,27 @@ class LiveDisplay:
         info, estimate = self._info, self._estimate
         assert info is not None
         assert estimate is not None
-        width = max(10, min(48, self._console.width - 44))
+        # What stands beside a bar takes at most 49 columns, label and frame 13.
+        width = max(8, min(40, self._console.width - 62))
         done_steps = len(self._history)
-        overall = min(1.0, (done_steps + estimate.fraction) / info.steps)
         left = self.seconds_left()
+        eta = clock_text(left) if left is not None else "…"
+        overall = min(1.0, (done_steps + estimate.fraction) / info.steps)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
         table.add_row(
-            "step",
-            bar(overall, width, "green"),
-            f"{min(done_steps + 1, info.steps)} of {info.steps}   eta {clock_text(left) if left is not None else '…'}",
+            "step", bar(overall, width, "green", f"{min(done_steps + 1, info.steps)} of {info.steps}   eta {eta}")
         )
-        table.add_row("sweep", bar(estimate.fraction, width, "cyan"), self._sweep_text())
+        table.add_row("sweep", bar(estimate.fraction, width, "cyan", self._sweep_text()))
         if self._history:
             last = self._history[-1]
             losses = [metrics.loss for metrics in self._history]
-            table.add_row("loss", sparkline(losses, width), f"{last.loss:.4f}   from {losses[0]:.4f}")
-            table.add_row("speed", f"{last.tokens_per_second:,.0f} tokens/s", f"{flops_text(last.flops_per_second)}")
-            table.add_row(
-                "state",
-                f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}",
-                f"{size_text(last.peak_memory_bytes)} peak",
-            )
+            line = sparkline(losses, width)
+            table.add_row("loss", f"{line:{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
+            speed = f"{last.tokens_per_second:,.0f} tokens/s   {flops_text(last.flops_per_second)}"
+            table.add_row("speed", f"{speed}   {size_text(last.peak_memory_bytes)} peak")
+            table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
         return Panel(table, box=ROUNDED, border_style="dim", expand=False)
 
     def _sweep_text(self) -> str:
@@ -226,9 +223,7 @@ class LiveDisplay:
         assert estimate is not None
         if position is None:
             return "starting"
-        batch = (
-            f"   micro-batch {estimate.micro_batch + 1}/{info.num_micro_batches}" if info.num_micro_batches > 1 else ""
-        )
+        batch = f"  batch {estimate.micro_batch + 1}/{info.num_micro_batches}" if info.num_micro_batches > 1 else ""
         unit = "tile" if position.part == "head" else "chunk"
         layer = f" layer {position.layer + 1}/{position.num_layers}" if position.layer >= 0 else ""
         part = f"{position.part} embed" if position.part == "backward" and position.layer < 0 else position.part
@@ -277,12 +272,12 @@ def flops_text(flops: float | None) -> str:
     return f"{flops / 1e6:.1f} MFLOP/s"
 
 
-def bar(share: float, width: int, colour: str) -> RenderableType:
-    """Return a bar of `width` cells, `share` of it filled."""
+def bar(share: float, width: int, colour: str, label: str) -> RenderableType:
+    """Return a bar of `width` cells, `share` of it filled, and a label after it."""
     from rich.text import Text
 
     filled = round(min(1.0, max(0.0, share)) * width)
-    return Text.assemble(("━" * filled, colour), ("━" * (width - filled), "grey23"))
+    return Text.assemble(("━" * filled, colour), ("━" * (width - filled), "grey23"), "  ", label)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -39,7 +39,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def tokenizer_spec(recipe: Recipe) -> str:
-    """Return what to load as tokenizer: the setting, else the model folder's own, else bytes."""
+    """Return what to load as tokenizer: the setting, else the model folder's own, else bytes.
+
+    Raises:
+        RecipeError: `model.path` is no model folder.
+    """
+    if recipe.model.path is not None:
+        _model_folder(recipe.model.path)
     if recipe.data.tokenizer is not None:
         return recipe.data.tokenizer
     return BYTES if recipe.model.path is None else recipe.model.path
@@ -144,12 +150,7 @@ def _stored_config(recipe: Recipe) -> Any:
     from transformers import AutoConfig
 
     assert recipe.model.path is not None
-    folder = Path(recipe.model.path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise RecipeError(
-            f"model.path: '{folder}' is not a Hugging Face model folder (no config.json there). Give a local folder as "
-            f"save_pretrained writes it; names on the Hub are not downloaded. For fresh weights set model.preset."
-        )
+    folder = _model_folder(recipe.model.path)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -165,6 +166,16 @@ def _stored_config(recipe: Recipe) -> Any:
             f"Set context to {stored} or less, or train a model.preset from scratch."
         )
     return config
+
+
+def _model_folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise RecipeError(
+            f"model.path: '{folder}' is not a Hugging Face model folder (no config.json there). Give a local folder as "
+            "save_pretrained writes it; names on the Hub are not downloaded. For fresh weights set model.preset."
+        )
+    return folder
 
 
 def _override(config: Any, overrides: dict[str, Any]) -> Any:

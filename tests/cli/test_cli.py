@@ -1,0 +1,208 @@
+"""The command line: what it accepts, prints and returns; mistakes end with 2, one paragraph, and nothing written."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trunkline.cli import app as cli
+from trunkline.cli.arguments import split_arguments
+from trunkline.train.loop import TrainingDivergedError
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(f"{i * i} of {i}\n" for i in range(90)))
+    content = {
+        "model": {"preset": "tiny-llama", "dtype": "float32", "overrides": SMALL},
+        "data": {"files": [str(tmp_path / "a.txt")]},
+        "context": 128,
+        "chunk_size": 32,
+        "steps": 2,
+        "output": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def trunkline(*arguments: object, **more) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "trunkline", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, **more)
+
+
+def test_help_and_version():
+    runner = CliRunner()
+    result = runner.invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    assert "train" in result.output
+    assert runner.invoke(cli.app, ["--version"]).output == "trunkline 0.1.0\n"
+    assert "RECIPE" in runner.invoke(cli.app, ["train", "--help"]).output
+
+
+def test_the_library_imports_no_command_line():
+    code = "import sys, trunkline; print([m for m in ('typer', 'rich', 'matplotlib', 'datasets') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides"),
+    [
+        (["r.yaml"], []),
+        (["r.yaml", "--steps", "3", "--optimizer.lr=3e-4"], [("steps", "3"), ("optimizer.lr", "3e-4")]),
+        (["--steps", "3", "r.yaml", "--overwrite"], [("steps", "3"), ("overwrite", "true")]),
+        (["--overwrite", "--steps=3", "r.yaml"], [("overwrite", "true"), ("steps", "3")]),
+        (["r.yaml", "--chunk-size", "-1"], [("chunk_size", "-1")]),
+        (["r.yaml", "--output=a=b"], [("output", "a=b")]),
+    ],
+)
+def test_arguments(arguments, overrides):
+    assert split_arguments(arguments) == (Path("r.yaml"), overrides)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["--steps", "3"], "got none"), (["a", "b"], "got 2: a, b")])
+def test_one_recipe(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        split_arguments(arguments)
+
+
+def test_a_run_in_a_real_process(recipe, tmp_path):
+    done = trunkline("train", recipe, "--learning_rate", "1e-2", "--steps=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "note: 'learning_rate' is called 'optimizer.lr' here; taken as optimizer.lr: 1e-2"
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 3
+    assert re.fullmatch(
+        r"step 1/3  loss \d\.\d{4}  grad norm [\d.]+  lr 1\.00e-02  [\d,]+ tokens/s  [\d.]+ s  eta \d:\d\d", steps[0]
+    )
+    assert "Wrote run/" in lines
+    assert done.stderr == ""
+    assert yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())["optimizer"]["lr"] == 0.01
+
+    # The three next things to try are commands that work as they stand.
+    commands = [lines[i + 1].strip() for i, line in enumerate(lines) if re.match(r"  \d\. ", line)]
+    assert len(commands) == 3
+    for command in commands:
+        again = subprocess.run(
+            command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path
+        )
+        assert again.returncode == 0, (command, again.stderr)
+    assert {"run", "run-2", "run-256"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def run_in_process(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = cli.run([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--contxt", "5"], "'contxt' is not a setting. Did you mean 'context'?"),
+        (["--chunk_size", "0"], "chunk_size: input should be greater than or equal to 1 (got 0)"),
+        (["--context", "9999"], "context: 9,999 tokens is longer than every document"),
+        (["--data.files", "nowhere.txt"], "data.files: 'nowhere.txt' does not exist"),
+        (["--data.files", "EMPTY"], "the corpus is empty"),
+        (["--data.files", "LATIN"], "is not UTF-8 text: byte 3 (0xe9)"),
+        (["--data.files", "PICTURES"], "has no text files"),
+        (["--model.preset", "gpt-2b"], "'gpt-2b' is no preset"),
+        (
+            ["--model.preset", "null", "--model.path", "nowhere"],
+            "model.path: 'nowhere' is not a Hugging Face model folder",
+        ),
+        (["--output", "PICTURES"], "exists. Set output to another folder"),
+        (["extra.yaml"], "train takes one recipe (got 2"),
+        (
+            ["--model.preset=gpt-1.2b", "--model.overrides={n_layer: 1, n_embd: 32, n_head: 2, attn_pdrop: 0.1}"],
+            "dropout",
+        ),
+    ],
+)
+def test_mistakes_end_with_2_and_one_paragraph(recipe, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(b"\x89PNG")
+    names = {"EMPTY": "empty.txt", "LATIN": "latin.txt", "PICTURES": "pictures"}
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run_in_process(
+        capsys, "train", recipe, *[str(tmp_path / names[a]) if a in names else a for a in arguments]
+    )
+    assert code == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("context: [1", "not valid YAML"), (None, "does not exist"), ("", "holds nothing")]
+)
+def test_bad_recipes_end_with_2(tmp_path, capsys, content, message):
+    path = tmp_path / "r.yaml"
+    if content is not None:
+        path.write_text(content)
+    code, out, err = run_in_process(capsys, "train", path)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_mistakes_in_a_real_process(recipe):
+    done = trunkline("train", recipe, "--optimizer.lrr", "1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: 'optimizer.lrr' is not a setting. Did you mean 'optimizer.lr'?\n"
+
+
+def test_typers_own_errors_end_with_2(capsys):
+    assert run_in_process(capsys, "trian")[0] == 2
+    assert run_in_process(capsys, "train")[0] == 2
+
+
+def test_divergence_ends_with_1(recipe, capsys, monkeypatch, tmp_path):
+    def diverge(self, index):
+        raise TrainingDivergedError("the loss of step 1 is nan.")
+
+    monkeypatch.setattr("trunkline.train.loop.Trainer.step", diverge)
+    code, _, err = run_in_process(capsys, "train", recipe)
+    assert (code, err) == (1, "error: the loss of step 1 is nan.\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_bugs_keep_their_traceback(recipe, monkeypatch):
+    # A ValueError from a library below is not a message for the user.
+    monkeypatch.setattr("trunkline.train.loop.Trainer.step", lambda self, index: json.loads("{"))
+    with pytest.raises(ValueError, match="Expecting"):
+        cli.run(["train", str(recipe)])
+
+
+def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
+    command = [sys.executable, "-u", "-m", "trunkline", "train", str(recipe), "--steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.fullmatch(r"Interrupted; no model was written\. The metrics of the \d+ steps so far are in '.*'\.\n", err)
+    (partial,) = tmp_path.glob("run.partial-*")
+    assert [path.name for path in partial.iterdir()] == ["metrics.jsonl"]
+    assert not (tmp_path / "run").exists()
