@@ -1,7 +1,27 @@
 """Trunkline: train Hugging Face language models on very long contexts, chunk by chunk, with exact gradients."""
 
-from trunkline.config import Progress, StreamConfig
-from trunkline.streaming import stream, unstream
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trunkline.config import Progress, StreamConfig
+    from trunkline.streaming import stream, unstream
 
 __version__ = "0.1.0"
 __all__ = ["Progress", "StreamConfig", "stream", "unstream"]
+
+_HOME = {
+    "Progress": "trunkline.config",
+    "StreamConfig": "trunkline.config",
+    "stream": "trunkline.streaming",
+    "unstream": "trunkline.streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers when a name is first used, so that `trunkline --help` need not wait for them."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
