@@ -1,0 +1,265 @@
+"""The table, the verdict on the targets, and the figure of `vs_checkpointing.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from _results import Cell, Ratio, Results, Row
+from _variants import BASELINE, LABELS, PLAIN
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MIB = 2**20
+TARGET_LENGTHS = (32_768, 65_536)
+OVER_BARE_TARGET = 1.06
+TIME_TARGETS = {"fp32": 0.80, "bf16": 0.95}
+MEMORY_TARGETS = {"attention": 0.45, "none": 0.35}
+_COLUMNS = ("tokens", "dtype", "variant", "runs", "seconds", "time / ckpt", "extra MiB", "memory / ckpt",
+            "attention", "matmul", "step / bare", "beyond stores MiB")  # fmt: skip
+
+
+def ratio_text(ratio: Ratio | None) -> str:
+    """A ratio with its interval."""
+    if ratio is None:
+        return ""
+    interval = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return f"{ratio.mean:.3f}{interval}"
+
+
+def _cells(row: Row) -> list[str]:
+    def number(value: float | None, form: str, unit: float = 1) -> str:
+        return "" if value is None else format(value / unit, form)
+
+    return [
+        f"{row.length:,}",
+        row.dtype,
+        LABELS[row.variant],
+        str(row.runs),
+        number(row.seconds, ".2f"),
+        ratio_text(row.time),
+        row.failed or number(row.extra_peak, ",.0f", _MIB),
+        number(row.memory, ".3f"),
+        number(row.attention_share, ".1%"),
+        number(row.matmul_share, ".1%"),
+        ratio_text(row.over_bare),
+        number(row.beyond_stores, ",.1f", _MIB),
+    ]
+
+
+def table(rows: Sequence[Row], caption: str = "") -> Table:
+    """All rows; ratios are to Hugging Face with gradient checkpointing."""
+    drawn = Table(caption=caption or None, caption_justify="left", header_style="bold")
+    for name in _COLUMNS:
+        drawn.add_column(name, justify="left" if name in ("dtype", "variant") else "right", no_wrap=True)
+    before: tuple[int, str] | None = None
+    for row in rows:
+        if before not in (None, (row.length, row.dtype)):
+            drawn.add_section()
+        before = row.length, row.dtype
+        drawn.add_row(*_cells(row), style="dim" if row.variant in (PLAIN, BASELINE) else "")
+    return drawn
+
+
+class Display:
+    """Shows rows while they grow: on a terminal the cell under way, redrawn in place, below those that are done.
+
+    Elsewhere a line for each measurement and each row.
+
+    Args:
+        results: what it shows.
+    """
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self.console = Console()
+        if not self.console.is_terminal:
+            self.console.width = max(self.console.width, 190)
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    def __enter__(self) -> Display:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.update(Text(""), refresh=True)
+            self._live.stop()
+        self.console.print(table(self._results.rows()))
+        found = checks(self._results.rows())
+        if found:
+            self.console.print(_verdict(found))
+
+    def doing(self, cell: Cell, what: str) -> None:
+        """Say what is measured now."""
+        if self._live is not None:
+            self._live.update(table(cell.rows(), f"{cell}: {what}"), refresh=True)
+
+    def measured(self, cell: Cell, what: str) -> None:
+        """Say what has been measured."""
+        if self._live is None:
+            self.console.print(f"{cell}: {what}", highlight=False, soft_wrap=True)
+
+    def finished(self, cell: Cell) -> None:
+        """Leave a complete cell on the screen."""
+        if self._live is not None:
+            self.console.print(table(cell.rows()))
+            return
+        for row in cell.rows():
+            shown = (f"{name} {value}" for name, value in zip(_COLUMNS, _cells(row), strict=True) if value)
+            self.console.print("  " + ", ".join(shown), highlight=False, soft_wrap=True)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One of the figures that Trunkline is to reach, and what was measured."""
+
+    what: str
+    measured: float
+    limit: float
+    interval: str = ""
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """The targets for which there is a measurement."""
+    found: list[Check] = []
+    for row in rows:
+        if row.length not in TARGET_LENGTHS:
+            continue
+        at = f"{LABELS[row.variant]}, {row.dtype}, {row.length:,} tokens"
+        runs = "1 round" if row.runs == 1 else f"{row.runs} rounds"
+        if row.variant == "attention" and row.time is not None:
+            # The target is on medians; the interval is that of the paired ratios.
+            limit = TIME_TARGETS[row.dtype]
+            found.append(Check(f"time / ckpt: {at}, {runs}", row.time.of_medians, limit, ratio_text(row.time)))
+        if row.variant in MEMORY_TARGETS and row.memory is not None:
+            found.append(Check(f"memory / ckpt: {at}", row.memory, MEMORY_TARGETS[row.variant]))
+        if row.over_bare is not None:
+            found.append(
+                Check(f"step / bare: {at}, {runs}", row.over_bare.mean, OVER_BARE_TARGET, ratio_text(row.over_bare))
+            )
+    return found + _growth(rows)
+
+
+def _growth(rows: Sequence[Row]) -> list[Check]:
+    """How far memory beyond the stores grows from 16,384 to 65,536 tokens."""
+    found: list[Check] = []
+    for row in rows:
+        first = [x for x in rows if (x.variant, x.dtype, x.length) == (row.variant, row.dtype, 16_384)]
+        if row.length == 65_536 and first and row.beyond_stores and first[0].beyond_stores:
+            what = f"memory beyond stores, 65,536 / 16,384 tokens: {LABELS[row.variant]}, {row.dtype}"
+            found.append(Check(what, row.beyond_stores / first[0].beyond_stores, 1.05))
+    return found
+
+
+def _verdict(found: Sequence[Check]) -> RenderableType:
+    drawn = Table(title="Targets", title_justify="left", header_style="bold")
+    for name in ("figure", "measured", "paired [95%]", "at most", ""):
+        drawn.add_column(name, no_wrap=True)
+    for check in found:
+        met = check.measured <= check.limit
+        mark = Text("met", "green") if met else Text("missed", "red")
+        drawn.add_row(check.what, f"{check.measured:.3f}", check.interval, f"{check.limit:.2f}", mark)
+    return drawn
+
+
+# -- figure ------------------------------------------------------------------------------------------------------------
+
+# Okabe and Ito's colours, which the colour-blind tell apart; markers differ as well.
+_STYLE = {
+    PLAIN: ("#8c8c8c", "s"),
+    "none": ("#E69F00", "o"),
+    "attention": ("#0072B2", "D"),
+    "kv": ("#CC79A7", "v"),
+    "attention+kv": ("#009E73", "^"),
+}
+
+
+def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
+    """Time and memory relative to gradient checkpointing against the length, one column a dtype."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    dtypes = [dtype for dtype in TIME_TARGETS if any(row.dtype == dtype for row in rows)]
+    if not dtypes:
+        return
+    lengths = sorted({row.length for row in rows})
+    size = (1.6 + 5.4 * len(dtypes), 8.2)
+    figure, axes = plt.subplots(2, len(dtypes), figsize=size, sharex=True, squeeze=False)
+    for column, dtype in enumerate(dtypes):
+        own = [row for row in rows if row.dtype == dtype]
+        for axis, memory in zip(axes[:, column], (False, True), strict=True):
+            _panel(axis, own, memory=memory)
+            _targets(axis, [(MEMORY_TARGETS[v], _STYLE[v][0]) for v in MEMORY_TARGETS] if memory
+                     else [(TIME_TARGETS[dtype], "#0072B2")], lengths)  # fmt: skip
+        axes[0, column].set_title(dtype, fontsize=12, fontweight="bold")
+        axes[1, column].set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+        axes[1, column].set_xlabel("tokens in the sequence")
+    axes[0, 0].set_ylabel("time (lower is better)")
+    axes[1, 0].set_ylabel("extra peak memory (lower is better)")
+    found = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    order = [LABELS[variant] for variant in _STYLE if LABELS[variant] in found]
+    order += [label for label in found if label not in order]
+    figure.suptitle("Training step relative to gradient checkpointing", fontsize=14, y=0.985)
+    figure.text(0.5, 0.932, subtitle, ha="center", fontsize=9, color="#555555")
+    columns = 3 if len(dtypes) > 1 else 2
+    bottom = 0.02 + 0.028 * -(-len(order) // columns)
+    figure.legend([found[x] for x in order], order, loc="lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.subplots_adjust(left=0.75 / size[0], right=1 - 0.55 / size[0], top=0.885, bottom=bottom + 0.075,
+                           hspace=0.09, wspace=0.16)  # fmt: skip
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _panel(axis: Axes, rows: Sequence[Row], *, memory: bool) -> None:
+    axis.axhline(1, color="#222222", linewidth=1.4, label=LABELS[BASELINE])
+    means: list[float] = [1.0]
+    for place, (variant, (color, marker)) in enumerate(_STYLE.items()):
+        points: list[tuple[int, float, float, float]] = []
+        for row in rows:
+            if row.variant != variant:
+                continue
+            if memory and row.memory is not None:
+                points.append((row.length, row.memory, 0, 0))
+            if not memory and row.time is not None:
+                mean, low, high = row.time.mean, row.time.low, row.time.high
+                points.append((row.length, mean, mean - low if low else 0, high - mean if high else 0))
+        if points:
+            x, y, below, above = zip(*points, strict=True)
+            means += y
+            if not memory:  # a little beside each other, or their intervals hide one another
+                x = tuple(length * 2 ** (0.03 * (place - 2)) for length in x)
+            axis.errorbar(x, y, yerr=None if memory else (below, above), color=color, marker=marker, markersize=6,
+                          linewidth=1.8, elinewidth=1, capsize=3, label=LABELS[variant])  # fmt: skip
+    axis.set_xscale("log", base=2)
+    axis.minorticks_off()
+    low, high = axis.get_ylim()
+    if memory:
+        axis.set_ylim(0, max(means) * 1.08)
+    else:  # an interval from two or three rounds may be wider than all there is to see
+        axis.set_ylim(max(low, min(means) - 0.15, 0), min(high, max(means) + 0.15))
+    axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _targets(axis: Axes, targets: Sequence[tuple[float, str]], lengths: Sequence[int]) -> None:
+    """Each target as a dashed line across the lengths it is set for."""
+    inside = [length for length in TARGET_LENGTHS if length in lengths]
+    for value, color in targets if inside else []:
+        span = (inside[0] / 1.19, inside[-1] * 1.19)
+        axis.plot(span, (value, value), linestyle=(0, (4, 2)), color=color, linewidth=1.2, alpha=0.8)
+        axis.text(span[1], value, f" ≤ {value:.2f}", color=color, fontsize=8, va="center")

@@ -1,0 +1,201 @@
+"""Raw samples in one JSON file, added to by every run, and the figures drawn from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _variants import BASELINE, VARIANTS, Setup
+
+import trunkline
+
+# Student's t, two-sided 95%, for 1, 2, … degrees of freedom; beyond the last the last serves (a little wide).
+_T95 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio from paired samples.
+
+    Attributes:
+        mean: geometric mean of the ratios of each round.
+        low: lower end of its 95% interval (t on the logarithms); None with fewer than two rounds.
+        high: upper end.
+        of_medians: the ratio of the two medians, over the same rounds.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    of_medians: float
+
+
+def paired(samples: Sequence[float], references: Sequence[float]) -> Ratio:
+    """Ratio of samples to the references that were taken in the same rounds."""
+    logs = [math.log(a / b) for a, b in zip(samples, references, strict=True)]
+    center = statistics.fmean(logs)
+    of_medians = statistics.median(samples) / statistics.median(references)
+    if len(logs) < 2:
+        return Ratio(math.exp(center), None, None, of_medians)
+    half = _T95[min(len(logs) - 1, len(_T95)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half), of_medians)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of one variant at one length and dtype; None where it was not measured."""
+
+    length: int
+    dtype: str
+    variant: str
+    runs: int
+    seconds: float | None
+    time: Ratio | None
+    extra_peak: int | None
+    memory: float | None
+    beyond_stores: int | None
+    attention_share: float | None
+    matmul_share: float | None
+    over_bare: Ratio | None
+    failed: str | None
+
+
+class Cell:
+    """All samples at one length and dtype.
+
+    Attributes:
+        rounds: each with `order`, and `seconds`, `cores` and `loss` by name; `bare:<variant>` is a variant's kernel calls run bare.
+        memory: by variant, from `_memory.measure`.
+        parts: by variant, of one recorded step: `seconds`, inside `attention` and `matmul`, and `counts` of calls.
+    """
+
+    def __init__(self, length: int, dtype: str, saved: dict[str, Any] | None = None) -> None:
+        saved = saved or {}
+        self.length, self.dtype = length, dtype
+        self.rounds: list[dict[str, Any]] = saved.get("rounds", [])
+        self.memory: dict[str, dict[str, Any]] = saved.get("memory", {})
+        self.parts: dict[str, dict[str, Any]] = saved.get("parts", {})
+
+    def __str__(self) -> str:
+        return f"{self.length:,} tokens, {self.dtype}"
+
+    def rounds_with(self, *names: str) -> list[dict[str, float]]:
+        """Seconds of the rounds in which all of these ran."""
+        return [r["seconds"] for r in self.rounds if all(name in r["seconds"] for name in names)]
+
+    def row(self, variant: str) -> Row | None:
+        """The figures of a variant, or None where nothing is known of it."""
+        own = self.rounds_with(variant)
+        memory, parts = self.memory.get(variant, {}), self.parts.get(variant, {})
+        if not own and not memory and not parts:
+            return None
+        extra, reference = memory.get("extra_peak"), self.memory.get(BASELINE, {}).get("extra_peak")
+        return Row(
+            length=self.length,
+            dtype=self.dtype,
+            variant=variant,
+            runs=len(own),
+            seconds=statistics.median(r[variant] for r in own) if own else None,
+            time=self._ratio(variant, BASELINE),
+            extra_peak=extra,
+            memory=extra / reference if extra is not None and reference else None,
+            beyond_stores=memory.get("beyond_stores"),
+            attention_share=parts["attention"] / parts["seconds"] if parts else None,
+            matmul_share=parts["matmul"] / parts["seconds"] if parts else None,
+            over_bare=self._ratio(variant, f"bare:{variant}"),
+            failed=memory.get("failed"),
+        )
+
+    def rows(self) -> list[Row]:
+        """The figures of all variants of which something is known."""
+        return [row for row in map(self.row, VARIANTS) if row is not None]
+
+    def _ratio(self, name: str, reference: str) -> Ratio | None:
+        both = self.rounds_with(name, reference)
+        return paired([r[name] for r in both], [r[reference] for r in both]) if both else None
+
+
+class Results:
+    """The JSON file of a benchmark, written anew after every measurement.
+
+    Args:
+        path: the file.
+        setup: what is held fixed.
+        merge: add to what the file holds, if it is there; otherwise it is replaced.
+
+    Raises:
+        ValueError: the file was measured with another setup or other versions.
+    """
+
+    def __init__(self, path: Path, setup: Setup, *, merge: bool) -> None:
+        self.path = path
+        self.fixed = {"setup": dataclasses.asdict(setup), "versions": _versions(), "machine": _machine()}
+        self.cells: dict[str, Cell] = {}
+        if not merge or not path.exists():
+            return
+        saved = json.loads(path.read_text())
+        for part, value in self.fixed.items():
+            if saved[part] != value:
+                raise ValueError(
+                    f"--merge: {path} was measured with {part} {saved[part]}, and this is {value}: give another --out, "
+                    "or leave --merge away to measure all anew."
+                )
+        for cell in saved["cells"].values():
+            self.cell(cell["length"], cell["dtype"], cell)
+
+    def cell(self, length: int, dtype: str, saved: dict[str, Any] | None = None) -> Cell:
+        """The cell of this length and dtype, made where it is new."""
+        return self.cells.setdefault(f"{dtype}/{length}", Cell(length, dtype, saved))
+
+    def rows(self) -> list[Row]:
+        """All that is known, by dtype and length."""
+        cells = sorted(self.cells.values(), key=lambda cell: (cell.dtype != "fp32", cell.length))
+        return [row for cell in cells for row in cell.rows()]
+
+    def save(self) -> None:
+        """Write the file; a reader never sees half of it."""
+        everything = {
+            **self.fixed,
+            "cells": {key: vars(cell) for key, cell in self.cells.items()},
+            "summary": [dataclasses.asdict(row) for row in self.rows()],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(everything, indent=1))
+        partial.replace(self.path)
+
+
+def _versions() -> dict[str, str]:
+    loaded = sorted(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "trunkline" and m.__file__)
+    source = b"".join(Path(file).read_bytes() for file in loaded)
+    return {
+        # The source too, of the modules a step runs: samples of two engines must not end up in one ratio.
+        "trunkline": f"{trunkline.__version__}+{hashlib.blake2b(source, digest_size=6).hexdigest()}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _machine() -> dict[str, Any]:
+    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")]
+    return {
+        "processor": names[0].split(":", 1)[1].strip() if names else platform.processor(),
+        "cores": len(names),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "bf16_instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    }

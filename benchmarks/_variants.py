@@ -1,0 +1,141 @@
+"""The ways to train that are compared: one model, prepared once for each of them, and the step that all of them run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import trunkline
+
+PLAIN = "plain"
+BASELINE = "checkpointing"
+KEEPS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "attention": ("attention",),
+    "kv": ("kv",),
+    "attention+kv": ("attention", "kv"),
+}
+VARIANTS = (PLAIN, BASELINE, *KEEPS)
+LABELS = {
+    PLAIN: "Hugging Face, plain",
+    BASELINE: "Hugging Face, checkpointing",
+    **{name: f"Trunkline, keep={{{', '.join(keep)}}}" for name, keep in KEEPS.items()},
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is held fixed for all variants of a run.
+
+    Attributes:
+        layers: decoder layers.
+        vocab_size: rows of the embedding and of the unembedding.
+        chunk_size: of Trunkline, in tokens, or `auto`.
+        threads: of PyTorch, within an operator.
+        hidden_size: E.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: D.
+        intermediate_size: of the MLP.
+        seed: of weights and tokens.
+    """
+
+    layers: int
+    vocab_size: int
+    chunk_size: int | str
+    threads: int
+    hidden_size: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 704
+    seed: int = 0
+
+
+def build(setup: Setup, dtype: str) -> PreTrainedModel:
+    """The model, in training mode: the same weights whenever the same setup and dtype are given."""
+    config = LlamaConfig(
+        vocab_size=setup.vocab_size,
+        hidden_size=setup.hidden_size,
+        intermediate_size=setup.intermediate_size,
+        num_hidden_layers=setup.layers,
+        num_attention_heads=setup.heads,
+        num_key_value_heads=setup.kv_heads,
+        head_dim=setup.head_dim,
+        max_position_embeddings=2**20,
+        use_cache=False,  # a cache that training never reads would count against Hugging Face
+        attn_implementation="sdpa",
+        dtype=DTYPES[dtype],
+    )
+    torch.manual_seed(setup.seed)
+    model: PreTrainedModel = LlamaForCausalLM._from_config(config, dtype=DTYPES[dtype])
+    return model.train()
+
+
+def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options: Any) -> PreTrainedModel:
+    """A copy of `model` that trains the way `variant` says."""
+    model = copy.deepcopy(model)
+    if variant == BASELINE:
+        # Older releases of transformers know it by the second name only; both are non-reentrant by default.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    elif variant in KEEPS:
+        trunkline.stream(model, chunk_size=setup.chunk_size, keep=KEEPS[variant], **stream_options)  # type: ignore[arg-type]
+    return model
+
+
+def tokens(setup: Setup, length: int) -> Tensor:
+    """Token ids (1, S), the same for every variant."""
+    generator = torch.Generator().manual_seed(setup.seed + 1)
+    return torch.randint(setup.vocab_size, (1, length), generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one training step did.
+
+    Attributes:
+        seconds: it took.
+        cores: processor seconds of this process by seconds; far below the threads, others were using the machine.
+        loss: of the step.
+        grad_norm: of all gradients.
+    """
+
+    seconds: float
+    cores: float
+    loss: float
+    grad_norm: float
+
+
+def step(model: PreTrainedModel, ids_BS: Tensor, *, keep_grads: bool = False) -> Step:
+    """Forward and backward, timed; gradients start from None, or with `keep_grads` from what they are."""
+    if not keep_grads:
+        model.zero_grad(set_to_none=True)
+    gc.collect()
+    start, busy = time.perf_counter(), time.process_time()
+    loss = model(input_ids=ids_BS, labels=ids_BS).loss
+    loss.backward()
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
+    return Step(seconds, busy / seconds, float(loss.detach()), float(torch.stack(norms).norm()))
+
+
+def check_same(variant: str, got: Step, expected: Step, dtype: str) -> None:
+    """Refuse to compare times of steps that did not compute the same.
+
+    Raises:
+        RuntimeError: loss or gradient norm differ by more than rounding explains.
+    """
+    # Rounding only: sums over S tokens in another order in fp32; in bf16 Hugging Face rounds every intermediate.
+    tolerance = 1e-4 if dtype == "fp32" else 2e-2
+    for name in ("loss", "grad_norm"):
+        a, b = getattr(got, name), getattr(expected, name)
+        if not abs(a - b) <= tolerance * abs(b):
+            raise RuntimeError(f"{variant} has {name} {a:.6g} where {BASELINE} has {b:.6g}: not the same computation.")

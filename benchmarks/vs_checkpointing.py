@@ -1,0 +1,210 @@
+"""Trunkline against Hugging Face with and without gradient checkpointing: time, memory, and where the time goes.
+
+One model, the same weights and tokens, in one process and in alternation. Absolute seconds mean little on a shared
+machine: what counts is the ratio to checkpointing within each round. See README.md beside this file.
+
+    python benchmarks/vs_checkpointing.py --lengths 8192 16384 --dtypes fp32 --runs 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import _memory
+import torch
+from _kernels import Bare, Call, Recorder
+from _report import Display, draw
+from _results import Cell, Results
+from _variants import BASELINE, DTYPES, KEEPS, VARIANTS, Setup, Step, build, check_same, prepare, step, tokens
+
+WARM_UP_TOKENS = 1_024
+
+
+class Bench:
+    """Measures cells: one length and dtype, all variants.
+
+    Args:
+        setup: what is held fixed.
+        variants: those to run.
+        bare: Trunkline variants whose kernel calls are also run bare.
+        runs: rounds wanted in each cell.
+        measures: out of `memory`, `parts`, `time`.
+        results: where samples go.
+        display: where they are shown.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        variants: Sequence[str],
+        bare: Sequence[str],
+        runs: int,
+        measures: Sequence[str],
+        results: Results,
+        display: Display,
+    ) -> None:
+        self.setup, self.variants, self.bare, self.runs = setup, variants, bare, runs
+        self.measures, self.results, self.display = measures, results, display
+        self._dtype: str | None = None
+        self._models: dict[str, torch.nn.Module] = {}
+
+    def run(self, length: int, dtype: str) -> None:
+        """Measure what is still missing of one cell, cheapest first."""
+        cell = self.results.cell(length, dtype)
+        if "memory" in self.measures:
+            self._memory(cell)
+        # A process that was killed for memory would take this one along.
+        alive = [variant for variant in self.variants if "failed" not in cell.memory.get(variant, {})]
+        bare = [variant for variant in self.bare if variant in alive] if "time" in self.measures else []
+        names = [*alive, *(f"bare:{variant}" for variant in bare)]
+        missing = self.runs - len(cell.rounds_with(*names)) if "time" in self.measures else 0
+        calls = self._parts(cell, alive, bare if missing > 0 else [])
+        if missing > 0:
+            self._rounds(cell, alive, {f"bare:{v}": Bare(calls[v]) for v in bare}, missing)
+        self.display.finished(cell)
+
+    def _memory(self, cell: Cell) -> None:
+        for variant in self.variants:
+            if variant in cell.memory:
+                continue
+            self.display.doing(cell, f"memory of {variant}")
+            found = _memory.measure(self.setup, variant, cell.length, cell.dtype)
+            cell.memory[variant] = found
+            self.results.save()
+            said = found.get("failed") or f"{found['extra_peak'] / 2**20:,.0f} MiB, {found['step_seconds']:.1f} s"
+            self.display.measured(cell, f"memory of {variant}: {said}")
+
+    def _parts(self, cell: Cell, variants: Sequence[str], bare: Sequence[str]) -> dict[str, list[Call]]:
+        """One recorded step of each variant that has none yet, and of those whose calls are wanted."""
+        wanted = [v for v in variants if "parts" in self.measures and v not in cell.parts]
+        calls: dict[str, list[Call]] = {}
+        for variant in variants:
+            if variant not in wanted and variant not in bare:
+                continue
+            self.display.doing(cell, f"recording a step of {variant}")
+            model, ids_BS = self._model(cell.dtype, variant), tokens(self.setup, cell.length)
+            with Recorder() as recorder:
+                done = step(model, ids_BS)
+            cell.parts[variant] = {"seconds": done.seconds, **recorder.seconds, "counts": recorder.counts}
+            calls[variant] = recorder.calls if variant in bare else []
+            self.results.save()
+            share = {kind: f"{seconds / done.seconds:.1%}" for kind, seconds in recorder.seconds.items()}
+            self.display.measured(cell, f"recorded {variant}, {done.seconds:.2f} s: {share}")
+        return calls
+
+    def _rounds(self, cell: Cell, variants: Sequence[str], bare: dict[str, Bare], missing: int) -> None:
+        ids_BS = tokens(self.setup, cell.length)
+        runs: dict[str, Callable[[], Step]] = {v: partial(step, self._model(cell.dtype, v), ids_BS) for v in variants}
+        names = [*variants, *bare]
+        for _ in range(missing):
+            shift = len(cell.rounds) % len(names)
+            order = names[shift:] + names[:shift]
+            seconds: dict[str, float] = {}
+            done: dict[str, Step] = {}
+            for name in order:
+                self.display.doing(cell, f"round {len(cell.rounds) + 1}: {name}")
+                if name in bare:
+                    seconds[name] = bare[name].run()["total"]
+                else:
+                    done[name] = runs[name]()
+                    seconds[name] = done[name].seconds
+                cores = f" on {done[name].cores:.1f} cores" if name in done else ""
+                self.display.measured(cell, f"round {len(cell.rounds) + 1}: {name} {seconds[name]:.2f} s{cores}")
+            for name, result in done.items():
+                check_same(name, result, done.get(BASELINE, result), cell.dtype)
+            cell.rounds.append(
+                {
+                    "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "order": order,
+                    "seconds": seconds,
+                    "cores": {name: result.cores for name, result in done.items()},
+                    "loss": {name: result.loss for name, result in done.items()},
+                }
+            )
+            self.results.save()
+
+    def _model(self, dtype: str, variant: str) -> torch.nn.Module:
+        """The model of a variant, warmed up; those of one dtype at a time."""
+        if self._dtype != dtype:
+            self._dtype, self._models = dtype, {}
+        if variant not in self._models:
+            self._models[variant] = prepare(build(self.setup, dtype), variant, self.setup)
+            step(self._models[variant], tokens(self.setup, WARM_UP_TOKENS))
+        return self._models[variant]
+
+
+def cost(length: int, dtype: str) -> float:
+    """Roughly what a cell takes, to run the cheap ones first."""
+    slow = dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return float(length) ** 2 * (5 if slow else 1)
+
+
+def _chunk_size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=[8_192, 16_384, 32_768, 65_536], help="tokens in the sequence")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="keep of Trunkline, or Hugging Face's")
+    add("--bare", nargs="*", choices=KEEPS, default=["attention"], help="whose kernel calls to run bare, if it runs")
+    add("--measure", nargs="+", choices=("memory", "parts", "time"), default=["memory", "parts", "time"])
+    add("--runs", type=int, default=5, help="rounds in each cell (default 5)")
+    add("--layers", type=int, default=4)
+    add("--vocab", type=int, default=8_192)
+    add("--chunk-size", type=_chunk_size, default="auto", help="tokens in a chunk of Trunkline, or auto")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--out", type=Path, default=Path(__file__).parent / "out" / "vs_checkpointing.json", help="JSON; PNG beside it")
+    add("--merge", action="store_true", help="add to what --out holds, measuring only what it lacks")
+    given = parser.parse_args(arguments)
+    for name in ("runs", "layers", "vocab", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} {getattr(given, name)}: give a positive number")
+    if min(given.lengths) < 2:
+        parser.error(f"--lengths {min(given.lengths)}: a sequence needs 2 tokens for a loss")
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 2 for settings that cannot be meant."""
+    given = _arguments(arguments)
+    torch.set_num_threads(given.threads)
+    setup = Setup(given.layers, given.vocab, given.chunk_size, given.threads)
+    try:
+        results = Results(given.out, setup, merge=given.merge)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    machine = results.fixed["machine"]
+    subtitle = (
+        f"Llama, L={setup.layers}, E={setup.hidden_size}, H={setup.heads}, K={setup.kv_heads}, "
+        f"D={setup.head_dim}, V={setup.vocab_size:,}; {setup.threads} threads of {machine['processor']}"
+    )
+    cells = sorted(((length, dtype) for length in given.lengths for dtype in given.dtypes), key=lambda x: cost(*x))
+    try:
+        with Display(results) as display:
+            bare = [variant for variant in given.bare if variant in given.variants]
+            bench = Bench(setup, variants=given.variants, bare=bare, runs=given.runs, measures=given.measure,
+                          results=results, display=display)  # fmt: skip
+            for cell in cells:
+                bench.run(*cell)
+                draw(results.rows(), given.out.with_suffix(".png"), subtitle)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was measured is in {given.out}: go on with --merge", file=sys.stderr)
+        return 130
+    print(f"wrote {given.out} and {given.out.with_suffix('.png')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
