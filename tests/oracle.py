@@ -69,7 +69,9 @@ def total_error(got: Gradients, expected: Gradients) -> float:
     return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
 
 
-def check(got: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients], dtype: torch.dtype, family: str = "") -> None:
+def check(
+    got: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients], dtype: torch.dtype, family: str = ""
+) -> None:
     """Loss and every gradient are the oracle's."""
     assert got[0].dtype == torch.promote_types(dtype, torch.float32)
     assert abs(float(got[0]) - float(expected[0])) <= LOSS_TOLERANCE[dtype] * abs(float(expected[0]))

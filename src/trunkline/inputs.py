@@ -35,12 +35,13 @@ class Wanted:
     return_dict: bool
 
 
-def read(given: dict[str, Any], name: str) -> Wanted:
+def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     """Check the arguments of a forward.
 
     Args:
         given: the arguments by name.
         name: the model's, for messages.
+        vocab_size: tokens it has embeddings for.
 
     Raises:
         ValueError: an argument is missing, of the wrong shape or range, or not supported.
@@ -53,9 +54,10 @@ def read(given: dict[str, Any], name: str) -> Wanted:
     if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
         shape = tuple(ids_BS.shape) if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
         raise ValueError(f"input_ids must be token ids of shape (batch, sequence), at least one each; got {shape}.")
+    _check_range("input_ids", ids_BS, vocab_size)
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
     positions = _positions(given.get("position_ids"), ids_BS, lengths_B)
-    targets_BS = _targets(given.get("labels"), given.get("shift_labels"), ids_BS)
+    targets_BS = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
     keep = given.get("logits_to_keep") or 0
     return_dict = given.get("return_dict") is not False
     if targets_BS is None:
@@ -115,7 +117,21 @@ def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tens
     return positions_BS
 
 
-def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor) -> Tensor | None:
+def _check_range(name: str, ids_BS: Tensor, vocab_size: int, ignored: int | None = None) -> None:
+    lowest, highest = (
+        int(ids_BS.masked_fill(ids_BS == ignored, 0).min() if ignored else ids_BS.min()),
+        int(ids_BS.max()),
+    )
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        also = f" or {ignored} (ignored)" if ignored else ""
+        raise ValueError(
+            f"{name} must be token ids from 0 to {vocab_size - 1}{also}, the vocabulary of the model; {wrong} is among "
+            "them. Does the tokenizer belong to this model?"
+        )
+
+
+def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) -> Tensor | None:
     """The token that each position is to predict: shifted once, here, over the whole sequence."""
     name = "labels" if shift_labels is None else "shift_labels"
     given = labels if shift_labels is None else shift_labels
@@ -124,8 +140,7 @@ def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor) -> Tensor | None:
     if not isinstance(given, Tensor) or given.shape != ids_BS.shape:
         shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise ValueError(f"{name} must be of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}.")
-    if bool(((given < 0) & (given != IGNORE)).any()):
-        raise ValueError(f"{name} must be token ids or -100 (ignored); there are other negative numbers among them.")
+    _check_range(name, given, vocab_size, IGNORE)
     given = given.to(device=ids_BS.device, dtype=torch.long)
     return given if shift_labels is not None else F.pad(given[:, 1:], (0, 1), value=IGNORE)
 

@@ -130,7 +130,7 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        wanted = inputs.read(given, type(model).__name__)
+        wanted = inputs.read(given, type(model).__name__, model.get_input_embeddings().weight.shape[0])
         seq_len = wanted.batch.input_ids_BS.shape[1]
         if seq_len > self._plain_up_to:
             support.check_length(self.decoder, seq_len)

@@ -23,6 +23,7 @@ from trunkline.engine import Batch
 from trunkline.huggingface import Arguments, HuggingFaceDecoder, Unsupported, first
 
 _PROBE_TOKENS = 8
+_ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
 _MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
 _masks: list[Callable[..., Any]] = []
 
@@ -69,7 +70,7 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int) -> None:
     device = decoder.model.get_input_embeddings().weight.device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     _masks.clear()
-    with decoder.engaged(_MASK_PROBE), torch.no_grad():
+    with decoder.engaged(_MASK_PROBE), torch.no_grad(), _random_state_kept(device):
         decoder.record(0, torch.arange(2, device=device)[None], input_ids=ids)
     at = torch.linspace(0, seq_len - 1, min(seq_len, 64), dtype=torch.float64).round().long()
     zero = torch.zeros((), dtype=torch.long)
@@ -96,15 +97,23 @@ def verify(decoder: HuggingFaceDecoder) -> None:
     weight = decoder.model.get_input_embeddings().weight
     if weight.device.type == "meta":
         return
-    devices = [weight.device] if weight.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad(), _evaluation(decoder.model):
-        check_length(decoder, _PROBE_TOKENS)
-        _compare(decoder, weight.device)
-
-
-def _compare(decoder: HuggingFaceDecoder, device: torch.device) -> None:
     name = type(decoder.model).__name__
-    ids_BS = (torch.arange(_PROBE_TOKENS, device=device) * 7919 % decoder.vocab_size)[None]
+    with _random_state_kept(weight.device), torch.no_grad(), _evaluation(decoder.model):
+        check_length(decoder, _PROBE_TOKENS)
+        for attempt in range(_ATTEMPTS):
+            try:
+                _compare(decoder, weight.device, attempt)
+                return
+            except Unsupported:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            except Exception as error:
+                raise Unsupported(f"{name} does not run in chunks ({error}): it cannot be streamed.") from error
+
+
+def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) -> None:
+    name = type(decoder.model).__name__
+    ids_BS = ((torch.arange(_PROBE_TOKENS, device=device) + 1) * (7919 + attempt) % decoder.vocab_size)[None]
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     batch = Batch(ids_BS, positions)
     chunks = split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
@@ -154,21 +163,21 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
-    """Compare token by token, relative to what the piece adds to its input.
-
-    More than half of the tokens must differ to be refused: a router of experts may decide a near tie the other way.
-    """
+    """Compare token by token, relative to what the piece adds to its input."""
     tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05
     error_S = (got - expected).double().norm(dim=-1).flatten()
     scale_S = (expected - given).double().norm(dim=-1).flatten()
     scale_S = scale_S + torch.finfo(expected.dtype).eps * expected.double().norm(dim=-1).flatten()
-    wrong_S = ~(error_S <= tolerance * scale_S)
-    if bool(wrong_S[-_PROBE_TOKENS // 2 :].float().mean() > 0.5):
+    if not bool((error_S <= tolerance * scale_S).all()):
         worst = float((error_S / scale_S).max())
         raise Unsupported(
             f"{what} computes something else in chunks than in one piece (relative difference {worst:.1e}): it carries "
             "something from token to token besides causal attention, and cannot be streamed."
         )
+
+
+def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager

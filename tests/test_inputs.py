@@ -1,0 +1,96 @@
+"""What a streamed forward refuses, each with the setting's name and a mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import tokens
+
+import trunkline
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return trunkline.stream(build("llama", torch.float32), chunk_size=8)
+
+
+IDS = tokens(2, 20)
+ONES = torch.ones_like(IDS)
+LEFT = ONES.clone()
+LEFT[0, :3] = 0
+HOLE = ONES.clone()
+HOLE[0, 5] = 0
+RESTART = torch.cat([torch.arange(12), torch.arange(8)])[None]
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no input_ids": ({"input_ids": None}, "input_ids must be token ids of shape"),
+    "1-D input_ids": ({"input_ids": IDS[0]}, r"input_ids must be .*got \(20,\)"),
+    "empty input_ids": ({"input_ids": IDS[:, :0]}, "at least one each"),
+    "float input_ids": ({"input_ids": IDS.float()}, "input_ids must be token ids"),
+    "labels of another shape": ({"labels": IDS[:, 1:]}, r"labels must be of the shape of input_ids, \(2, 20\), not"),
+    "shift_labels of another shape": ({"shift_labels": IDS[0]}, "shift_labels must be of the shape"),
+    "negative labels": ({"labels": IDS - 50}, "labels must be token ids from 0 to 96 or -100 .ignored.*; -"),
+    "labels beyond the vocabulary": ({"labels": IDS + 97}, "labels must be token ids from 0 to 96"),
+    "input ids beyond the vocabulary": (
+        {"input_ids": IDS + 97},
+        "input_ids must be token ids from 0 to 96.*Does the tokenizer belong",
+    ),
+    "left padding": ({"attention_mask": LEFT}, "padding_side='right'"),
+    "mask with a hole": ({"attention_mask": HOLE}, "masks with holes"),
+    "4-D mask": ({"attention_mask": torch.ones(2, 1, 20, 20)}, "attention_mask must be of the shape of input_ids"),
+    "packed documents": ({"position_ids": RESTART}, "packed documents, which are not supported yet"),
+    "position_ids of another shape": ({"position_ids": RESTART[:, 1:]}, "position_ids must be of shape"),
+    "inputs_embeds": ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 32)}, "inputs_embeds .* pass input_ids"),
+    "a cache": ({"use_cache": True}, "use_cache .*unstream"),
+    "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
+    "attention weights": ({"output_attentions": True}, "output_attentions"),
+    "an unknown argument": ({"token_type_ids": IDS}, "token_type_ids is not supported"),
+    "logits and labels": ({"labels": IDS, "logits_to_keep": 3}, "logits_to_keep goes without labels"),
+    "negative logits_to_keep": ({"logits_to_keep": -1}, "logits_to_keep=-1"),
+    "num_items_in_batch of 0": ({"labels": IDS, "num_items_in_batch": 0}, "num_items_in_batch=0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(model: Any, case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": IDS, **arguments})
+    assert torch.isfinite(model(input_ids=IDS, labels=IDS).loss)  # and the model is as usable as before
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"chunk_size": 0}, "chunk_size=0: give a positive whole number of tokens, or 'auto'"),
+        ({"chunk_size": -3}, "chunk_size=-3"),
+        ({"chunk_size": 2.5}, "chunk_size=2.5"),
+        ({"chunk_size": True}, "chunk_size=True"),
+        ({"chunk_size": "big"}, "chunk_size='big'"),
+        ({"keep": ("attention", "everything")}, "'everything' is unknown; choose out of"),
+        ({"keep": "attn"}, "'attn' is unknown"),
+        ({"head_bytes": 0}, "head_bytes=0"),
+        ({"kernel": "fast"}, "kernel='fast': choose one of auto, cpu_flash, cuda_flash, math"),
+    ],
+)
+def test_settings_out_of_range(setting: dict[str, Any], message: str) -> None:
+    plain = build("llama", torch.float32)
+    with pytest.raises(ValueError, match=message):
+        trunkline.stream(plain, **setting)
+    assert "forward" not in plain.__dict__
+
+
+def test_a_mask_of_ones_is_no_mask(model: Any) -> None:
+    assert float(model(input_ids=IDS, labels=IDS, attention_mask=ONES).loss) == float(
+        model(input_ids=IDS, labels=IDS).loss
+    )
+
+
+def test_sizes_auto_chooses() -> None:
+    config = trunkline.StreamConfig()
+    assert config.chunk_tokens(torch.device("cpu")) == 4096
+    assert config.chunk_tokens(torch.device("cuda")) == 16384
+    assert trunkline.StreamConfig(chunk_size=7).chunk_tokens(torch.device("cuda")) == 7

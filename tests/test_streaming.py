@@ -1,0 +1,285 @@
+"""How a streamed model behaves as a module: backward, hooks, optimizers, copies, replays, what a step costs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from families import build
+from oracle import check, collect, plain, relative_error, streamed, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trunkline
+
+KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
+
+
+def test_a_second_backward_is_refused() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    loss = model(input_ids=tokens(1, 20), labels=tokens(1, 20)).loss
+    loss.backward(retain_graph=True)
+    gradients = collect(model)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    assert gradients
+    assert not collect(model)
+
+
+def test_two_models_in_one_process_and_two_forwards_of_each() -> None:
+    one, two = build("llama"), build("gpt2", n_head=2)
+    ids = [tokens(1, n, seed=n) for n in (20, 33)]
+    expected = [[plain(model, x, x) for x in ids] for model in (one, two)]
+    trunkline.stream(one, chunk_size=8)
+    trunkline.stream(two, chunk_size=5, keep=())
+    losses = [[model(input_ids=x, labels=x, num_items_in_batch=64).loss for x in ids] for model in (one, two)]
+    for i in (1, 0):
+        for j, model in ((1, two), (0, one)):
+            losses[j][i].backward()
+            check((losses[j][i].detach(), collect(model)), expected[j][i], torch.float64)
+
+
+def test_a_deep_copy_streams_the_copy() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    other = copy.deepcopy(model)
+    ids = tokens(1, 20)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    assert float(model(input_ids=ids, labels=ids).loss) != float(other(input_ids=ids, labels=ids).loss)
+    other(input_ids=ids, labels=ids).loss.backward()
+    assert not collect(model)
+    assert collect(other)
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
+    model.save_pretrained(tmp_path)
+    loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokens(1, 20)
+    assert abs(float(loaded(input_ids=ids, labels=ids).loss - model(input_ids=ids, labels=ids).loss)) < 1e-5
+    assert "trunkline" not in (tmp_path / "config.json").read_text()
+
+
+def test_streaming_again_replaces_the_settings() -> None:
+    model = build("llama")
+    seen: list[Any] = []
+    trunkline.stream(model, chunk_size=8)
+    trunkline.stream(model, chunk_size=5, progress=seen.append)
+    model(input_ids=tokens(1, 20), labels=tokens(1, 20))
+    assert {event.num_chunks for event in seen if event.part == "forward"} == {4}
+    trunkline.unstream(model)
+    assert "forward" not in model.__dict__
+
+
+def test_parameter_hooks_run_once_with_the_whole_gradient() -> None:
+    model = build("llama")
+    ids = tokens(1, 37)
+    _, expected = plain(model, ids, ids)
+    calls: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+
+        def after(p: torch.Tensor, name: str = name) -> None:
+            calls[name] += 1
+            assert relative_error(p.grad, expected[name]) < 1e-8
+
+        parameter.register_post_accumulate_grad_hook(after)
+    trunkline.stream(model, chunk_size=8)
+    streamed(model, ids, ids)
+    assert set(calls) == set(expected)
+    assert set(calls.values()) == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_adamw_steps_on_the_result(dtype: torch.dtype) -> None:
+    """Five steps follow those of plain autograd."""
+    reference, model = build("llama", dtype), trunkline.stream(build("llama", dtype), chunk_size=8)
+    losses: list[list[float]] = [[], []]
+    for i, each in enumerate((reference, model)):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
+        for step in range(5):
+            ids = tokens(2, 37, seed=step % 2)
+            loss = each(input_ids=ids, labels=ids).loss
+            loss.backward()
+            assert all(p.grad.dtype == dtype for p in each.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[i].append(float(loss.detach()))
+    assert losses[0][-1] < losses[0][0] - 0.1
+    tolerance = 0.02 if dtype == torch.bfloat16 else 2e-4
+    assert all(abs(a - b) < tolerance * a for a, b in zip(*losses, strict=True)), losses
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
+def test_dropout_is_replayed(keep: tuple[str, ...]) -> None:
+    """The gradient is that of the very function the forward computed: it predicts how that changes (fp64)."""
+    model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.2)
+    ids = tokens(2, 37)
+    trunkline.stream(model, chunk_size=8, keep=keep)
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(5)
+        return model(input_ids=ids, labels=ids).loss
+
+    value = loss()
+    after_forward = torch.get_rng_state()
+    value.backward()
+    assert torch.equal(after_forward, torch.get_rng_state())  # backward leaves the user's generator alone
+    gradients = collect(model)
+    torch.manual_seed(8)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    slope = sum(float((gradients[name] * d).sum()) for name, d in direction.items())
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(direction[name], alpha=sign * 1e-5)
+            values.append(float(loss()))
+            for name, p in model.named_parameters():
+                p.sub_(direction[name], alpha=sign * 1e-5)
+    assert abs((values[0] - values[1]) / 2e-5 - slope) < 1e-6 * abs(slope)
+
+
+def test_dropout_differs_between_chunks_layers_and_forwards() -> None:
+    from trunkline.conditions import Conditions
+
+    torch.manual_seed(0)
+    draws = []
+    for _ in range(2):
+        conditions = Conditions(torch.nn.Identity(), torch.device("cpu"))
+        for stage in range(-1, 40):
+            for chunk in range(40):
+                with torch.random.fork_rng([]):
+                    conditions.seed(stage, chunk)
+                    draws.append(int(torch.randint(2**62, ())))
+    assert len(set(draws)) == len(draws)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
+def test_autocast_holds_in_the_replay(keep: tuple[str, ...], inside: bool) -> None:
+    model = build("llama", torch.float32)
+    ids = tokens(1, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(model, ids, ids)
+    _, full = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=16, keep=keep)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=64).loss
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    got = collect(model)
+    assert got.keys() == expected[1].keys()
+    for name, gradient in got.items():
+        assert gradient.dtype == torch.float32
+        distance = relative_error(expected[1][name], full[name])  # what autocast itself changes
+        assert distance > 1e-3
+        assert relative_error(gradient, full[name]) < 1.5 * distance + 0.01
+        assert relative_error(gradient, full[name]) > 1e-3  # it really ran in bf16
+
+
+def test_a_change_of_mode_before_backward_is_refused() -> None:
+    model = trunkline.stream(build("gpt2", resid_pdrop=0.3), chunk_size=8)
+    loss = model(input_ids=tokens(1, 20), labels=tokens(1, 20)).loss
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"train\(\) and eval\(\)"):
+        loss.backward()
+
+
+def test_progress() -> None:
+    events: list[trunkline.Progress] = []
+    model = trunkline.stream(build("llama"), chunk_size=8, keep=("attention", "kv"), progress=events.append)
+    ids = tokens(1, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+    parts = [(e.part, e.layer, e.chunk) for e in events]
+    up, down = range(3), (2, 1, 0)
+    assert parts == [
+        *(("embed", -1, c) for c in up),
+        *(("forward", layer, c) for layer in up for c in up),
+        *(("head", -1, c) for c in up),
+        *(("backward", layer, c) for layer in (2, 1, 0, -1) for c in down),
+    ]
+    assert {(e.num_layers, e.num_chunks) for e in events} == {(3, 3)}
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "recomputed", "projected"),
+    [(("attention", "kv"), 0, 0), (("attention",), 0, 3), (("kv",), 7, 0), ((), 7, 3)],
+)
+def test_kernel_calls_and_copies_of_a_step(keep: tuple[str, ...], recomputed: int, projected: int) -> None:
+    """Per layer and n = 4 chunks: one call a diagonal and one for everything before it, forward and backward alike.
+
+    Backward adds nothing where attention is kept, and the same calls once more where it is not; keys/values that were
+    not kept cost three projections each for n - 1 chunks and no more.
+    """
+    n, layers = 4, 3
+    model = trunkline.stream(build("llama", torch.float32, tie_word_embeddings=True), chunk_size=8, keep=keep)
+    ids = tokens(1, 32)
+    with Operators() as forward:
+        loss = model(input_ids=ids, labels=ids).loss
+    with Operators() as backward:
+        loss.backward()
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    assert forward.counts[flash] == layers * (2 * n - 1)
+    assert forward.counts["lerp_"] == layers * (n - 1)  # the merges
+    assert backward.counts[flash] == layers * recomputed
+    assert backward.counts[f"{flash}_backward"] == layers * (2 * n - 1)
+    # Seven linear layers: forward once; backward replays them and takes two products each.
+    products = [sum(counts[op] for op in ("mm", "addmm", "bmm")) for counts in (forward.counts, backward.counts)]
+    head = n * 3  # with its two gradients, a tile a chunk
+    assert products[0] == layers * n * 7 + head
+    assert products[1] == layers * n * 7 * 3 + layers * (n - 1) * projected
+
+
+@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
+def test_what_is_kept_and_that_it_is_let_go(keep: tuple[str, ...]) -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8, keep=keep)
+    ids = tokens(1, 40)
+    loss = model(input_ids=ids, labels=ids).loss
+    run = loss.grad_fn.run
+    per_token = 4 * (4 * 8 + 4) * ("attention" in keep) + 4 * 2 * 2 * 8 * ("kv" in keep)  # o, lse; k, v
+    assert sum(core.kept_bytes for core in run.cores) == 3 * 40 * per_token
+    assert sum(sequence.nbytes for sequence in run.inputs) == 3 * 40 * 32 * 4
+    assert run.dy.nbytes == 40 * 32 * 4
+    loss.backward()
+    assert all(core is None for core in run.cores)
+    assert sum(sequence.nbytes for sequence in run.inputs) == 0
+    assert run.dy.nbytes == 0
+    assert not run.sums.parameters
+
+
+def test_a_forward_that_is_dropped_frees_what_it_kept() -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
+    loss = model(input_ids=tokens(1, 40), labels=tokens(1, 40)).loss
+    import weakref
+
+    held = weakref.ref(loss.grad_fn.run.cores[0])
+    del loss
+    gc.collect()
+    assert held() is None
+
+
+def test_evaluation_keeps_nothing() -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
+    with torch.no_grad():
+        loss = model(input_ids=tokens(1, 40), labels=tokens(1, 40)).loss
+    assert loss.grad_fn is None

@@ -1,0 +1,166 @@
+"""Models that cannot be streamed exactly are refused by name; that they compute something else is found out by asking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as T
+from families import FAMILIES, build
+from oracle import check, plain, streamed, tokens
+from torch import nn
+
+import trunkline
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trunkline.stream(model)
+    assert "forward" not in model.__dict__
+
+
+def test_no_attention_interface() -> None:
+    config = T.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    refused(T.FalconForCausalLM(config), "FalconForCausalLM")
+
+
+def test_state_space_layers() -> None:
+    config = T.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    refused(T.MambaForCausalLM(config), "MambaForCausalLM")
+
+
+def test_linear_attention_layers() -> None:
+    config = T.Qwen3NextConfig(
+        **{**TINY, "num_hidden_layers": 4}, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    refused(T.Qwen3NextForCausalLM(config), "Qwen3NextForCausalLM")
+
+
+def test_soft_cap() -> None:
+    config = T.Gemma2Config(**TINY, head_dim=8, sliding_window=4096)
+    refused(T.Gemma2ForCausalLM(config), "'softcap', which cannot be streamed yet")
+
+
+def test_encoders_bare_models_and_other_modules() -> None:
+    refused(T.T5ForConditionalGeneration(T.T5Config(vocab_size=97, d_model=32, num_layers=1, d_ff=8)), "encoder")
+    refused(build("llama").model, "has no language-model head")
+    refused(nn.Linear(2, 2), "Linear is not a transformers model")
+
+
+def test_a_layer_that_looks_at_its_neighbours() -> None:
+    """A token mixer besides attention is found by comparing numbers, whatever its name."""
+    model = build("llama", torch.float32)
+
+    class Shift(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+    model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
+    refused(model, "layer 1 .* computes something else in chunks than in one piece")
+
+
+def test_a_layer_that_is_given_the_embedding() -> None:
+    model = build("llama", torch.float32)
+    inner = model.model.rotary_emb
+
+    class Leak(nn.Module):
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            cos, sin = inner(x, position_ids=position_ids)
+            return cos + x.mean(), sin
+
+    model.model.rotary_emb = Leak()
+    refused(model, "gives its layers more of the embedding than their input")
+
+
+def test_sliding_window_is_honoured_up_to_its_length_and_refused_beyond() -> None:
+    """Never silently full causal."""
+    model = build("mistral", sliding_window=24)
+    ids = tokens(1, 24)
+    expected = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=8)
+    check(streamed(model, ids, ids), expected, torch.float64)
+    with pytest.raises(ValueError, match="MistralForCausalLM does not let every token attend .* at 25 tokens"):
+        model(input_ids=tokens(1, 25), labels=tokens(1, 25))
+    refused(build("mistral", sliding_window=4), "sliding window")
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rotary_frequencies_that_depend_on_the_length(rope: str) -> None:
+    parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 2.0}
+    if rope == "longrope":
+        parameters |= {
+            "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32,
+        }  # fmt: skip
+    model = build("llama", rope_parameters=parameters, max_position_embeddings=32)
+    ids = tokens(1, 32)
+    expected = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=8)
+    check(streamed(model, ids, ids), expected, torch.float64)
+    with pytest.raises(ValueError, match=f"rope_type='{rope}'.*beyond 32 tokens"):
+        model(input_ids=tokens(1, 33), labels=tokens(1, 33))
+
+
+def test_more_tokens_than_learned_positions() -> None:
+    model = trunkline.stream(build("gpt2", n_positions=16), chunk_size=8)
+    with pytest.raises(ValueError, match="has 16 learned positions and was given 17 tokens"):
+        model(input_ids=tokens(1, 17), labels=tokens(1, 17))
+
+
+def test_attention_dropout_in_training() -> None:
+    model = trunkline.stream(build("gpt2", attn_pdrop=0.1), chunk_size=8)
+    ids = tokens(1, 20)
+    with pytest.raises(ValueError, match=r"attention dropout is 0.1 in GPT2Attention.*attn_pdrop"):
+        model(input_ids=ids, labels=ids)
+    assert torch.isfinite(model.eval()(input_ids=ids, labels=ids).loss)
+
+
+def test_gradient_checkpointing_and_ddp() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
+        model(input_ids=tokens(1, 20), labels=tokens(1, 20))
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        trunkline.stream(wrapped)
+
+
+def test_stream_and_unstream_leave_the_model_as_it_was() -> None:
+    model = build("llama")
+    before = list(model.__dict__), model.config.to_dict(), model.config._attn_implementation
+    random = torch.get_rng_state()
+    assert trunkline.stream(model, chunk_size=8) is model
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(module.training for module in model.modules())
+    ids = tokens(1, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert trunkline.unstream(model) is model
+    assert (list(model.__dict__), model.config.to_dict(), model.config._attn_implementation) == before
+    assert model(input_ids=ids).logits.shape == (1, 20, 97)
+    with pytest.raises(ValueError, match="is not streamed"):
+        trunkline.unstream(model)
+
+
+def test_a_model_on_the_meta_device_is_not_compared() -> None:
+    with torch.device("meta"):
+        model = T.LlamaForCausalLM(T.LlamaConfig(**TINY))
+    trunkline.stream(model)
+    trunkline.unstream(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_are_not_refused_for_their_roundings(family: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        trunkline.stream(build(family, dtype, seed=seed))
