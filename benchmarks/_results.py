@@ -78,7 +78,8 @@ class Cell:
     """All samples at one length and dtype.
 
     Attributes:
-        rounds: each with `order`, and `seconds`, `cores` and `loss` by name; `bare:<variant>` is a variant's kernel calls run bare.
+        rounds: each with `order`, and `seconds`, `cores` and `loss` by name; `bare:<variant>` is a variant's kernel
+            calls run bare.
         memory: by variant, from `_memory.measure`.
         parts: by variant, of one recorded step: `seconds`, inside `attention` and `matmul`, and `counts` of calls.
     """
