@@ -6,7 +6,7 @@ export HF_HUB_OFFLINE = 1
 # Threads that wait sleep instead of spinning: beside another busy process on two cores, spinning costs a factor of 3.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: venv quickstart test soak lint format bench clean
+.PHONY: venv quickstart test test-gpu soak lint format bench clean
 
 venv: $(VENV)/.installed
 
@@ -22,6 +22,10 @@ quickstart: venv
 
 test: venv
 	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+# With a CUDA device, no install: the machine's own Python and PyTorch.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu
 
 soak: venv
 	$(BIN)/python -m pytest -m "soak"

@@ -106,8 +106,7 @@ class Watch:
 
     def _nbytes(self) -> int:
         sequences = sum(x.nbytes for x in self._sequences)
-        gradients = sum(x.nbytes for core in self._cores for x in (core._dk, core._dv) if x is not None)
-        return sequences + gradients + sum(core.kept_bytes for core in self._cores)
+        return sequences + sum(core.nbytes for core in self._cores)
 
 
 def _register(kind: type, instances: WeakSet[Any]) -> None:

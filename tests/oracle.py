@@ -1,9 +1,9 @@
 """What plain autograd says: the oracle of every parity test, and the tolerances, written down once.
 
-Tolerances are relative to the norm of the expected tensor. fp32 and fp64 ones are a few hundred units in the last place:
-sums over a few hundred tokens in another order. transformers' RMSNorm computes in fp32 whatever the dtype, so an fp64
-gradient is exact only as long as both sides feed it the same fp32 roundings; since a streamed loss divides by the number
-of targets after the head and plain autograd before it, the parity tests divide by a power of two, which rounds nothing.
+Tolerances are relative to the norm of the expected tensor; those of fp32 and fp64 allow for sums over a few hundred
+tokens in another order. transformers' RMSNorm computes in fp32 whatever the dtype, so an fp64 gradient is exact only as
+long as both sides feed it the same fp32 roundings; since a streamed loss divides by the number of targets after the
+head and plain autograd before it, the parity tests divide by a power of two, which rounds nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that cannot be streamed exactly are refused by name; that they compute something else is found out by asking."""
+"""Models that cannot be streamed exactly are refused by name; which those are is found out by asking the model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_sliding_window_is_honoured_up_to_its_length_and_refused_beyond() -> Non
     expected = plain(model, ids, ids)
     trunkline.stream(model, chunk_size=8)
     check(streamed(model, ids, ids), expected, torch.float64)
-    with pytest.raises(ValueError, match="MistralForCausalLM does not let every token attend .* at 25 tokens"):
+    with pytest.raises(ValueError, match=r"MistralForCausalLM does not let every token attend .* at 25 tokens"):
         model(input_ids=tokens(1, 25), labels=tokens(1, 25))
     refused(build("mistral", sliding_window=4), "sliding window")
 

@@ -44,13 +44,16 @@ def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
     ]
 
 
-def tile_loss(logits_BTV: Tensor, targets_BT: Tensor, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def tile_loss(
+    logits_BTV: Tensor, targets_BT: Tensor, *, gradient: bool, ignored: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of a tile, and its gradient.
 
     Args:
         logits_BTV: in the model's dtype.
         targets_BT: token ids; -100 counts for nothing.
         gradient: whether the gradient is wanted.
+        ignored: whether any target may be -100; it saves a pass over the tile where none is.
 
     Returns:
         The sum, fp32 (fp64 for fp64 logits), 0-dim; and d sum / d logits in the dtype of the logits, or None.
@@ -63,7 +66,9 @@ def tile_loss(logits_BTV: Tensor, targets_BT: Tensor, *, gradient: bool) -> tupl
     if not gradient:
         return total, None
     grad_BTV = log_p_BTV.exp_()
-    grad_BTV.scatter_add_(-1, index_BT1, torch.full_like(index_BT1, -1, dtype=wide)).masked_fill_(ignored_BT1, 0)
+    grad_BTV.scatter_add_(-1, index_BT1, torch.full_like(index_BT1, -1, dtype=wide))
+    if ignored:
+        grad_BTV.masked_fill_(ignored_BT1, 0)
     return total, grad_BTV.to(logits_BTV.dtype)
 
 
@@ -93,8 +98,8 @@ def sweep(
     Returns:
         The sum, 0-dim, fp64 (the tiles' own sums are fp32, or fp64 for an fp64 model).
     """
-    # The one host synchronisation of the head, before its sweep: which tiles have a target.
-    used_S = (targets_BS != IGNORE).any(0).cpu()
+    # The one host synchronisation of the head, before its sweep: which places have targets in some rows, and in all.
+    used_S, full_S = torch.stack([(targets_BS != IGNORE).any(0), (targets_BS != IGNORE).all(0)]).cpu()
     total = torch.zeros((), dtype=torch.float64, device=targets_BS.device)
     for number, tile in enumerate(tiles):
         before_tile(number, len(tiles))
@@ -107,7 +112,10 @@ def sweep(
             with torch.set_grad_enabled(sums is not None):
                 logits_BTV = logits_of(x_BTE)
             part, grad_BTV = tile_loss(
-                logits_BTV.detach(), targets_BS[:, tile.start : tile.stop], gradient=logits_BTV.requires_grad
+                logits_BTV.detach(),
+                targets_BS[:, tile.start : tile.stop],
+                gradient=logits_BTV.requires_grad,
+                ignored=not full_S[tile.start : tile.stop].all(),
             )
             total += part
             if grad_BTV is not None and sums is not None:

@@ -31,7 +31,7 @@ def test_merge_does_not_lose_precision_with_the_number_of_parts() -> None:
     exact_values[0], exact_values[1:] = values[0].float().double(), values[1:].bfloat16().double()
     expected = torch.softmax(scores, 0) @ exact_values
     assert float((o[0].double() - expected).norm() / expected.norm()) < 2e-6
-    # Rounded once a merge to half a unit in the last place of about 7.4, 1,024 times: a random walk of sqrt(1024) steps.
+    # Rounded at each of 1,024 merges to half a unit in the last place of about 7.4: a random walk of 32 steps' length.
     assert abs(float(lse) - float(torch.logsumexp(scores, 0))) < 32 * 2.4e-7
 
 

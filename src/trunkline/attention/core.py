@@ -20,9 +20,8 @@ from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
 from trunkline.attention.merge import merge_
 from trunkline.chunking import Chunk, spans
 
-
-# Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer spans
-# are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
+# Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer
+# spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
 SPAN = 16_384
 
 
@@ -54,10 +53,10 @@ class Core:
         return self._k is None and len(self.chunks) > 1
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes held between forward and backward."""
-        tensors = [x for pair in self._outputs if pair is not None for x in pair] + [self._k, self._v]
-        return sum(x.nbytes for x in tensors if x is not None)
+    def nbytes(self) -> int:
+        """Bytes held now: outputs and log-sum-exps, keys and values, and their gradients' sums."""
+        tensors = [x for pair in self._outputs if pair is not None for x in pair]
+        return sum(x.nbytes for x in (*tensors, self._k, self._v, self._dk, self._dv) if x is not None)
 
     def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one chunk in the forward sweep (chunks in rising order).
