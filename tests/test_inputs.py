@@ -89,6 +89,12 @@ def test_a_mask_of_ones_is_no_mask(model: Any) -> None:
     )
 
 
+def test_no_target_is_a_loss_of_zero_whatever_it_is_divided_by(model: Any) -> None:
+    nothing = torch.full_like(IDS, -100)
+    for count in (None, 0, 7):
+        assert float(model(input_ids=IDS, labels=nothing, num_items_in_batch=count).loss) == 0
+
+
 def test_sizes_auto_chooses() -> None:
     config = trunkline.StreamConfig()
     assert config.chunk_tokens(torch.device("cpu")) == 4096

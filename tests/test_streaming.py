@@ -195,6 +195,139 @@ def test_a_change_of_mode_before_backward_is_refused() -> None:
         loss.backward()
 
 
+def test_fp32_islands_under_autocast_are_differentiated_in_fp32() -> None:
+    model = build("llama", torch.float32)
+
+    class Island(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Linear) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.inner(x.float())
+
+    model.model.layers[2].mlp.down_proj = Island(model.model.layers[2].mlp.down_proj)
+    trunkline.stream(model, chunk_size=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(1, 64), labels=tokens(1, 64)).loss
+    loss.backward()
+    gradient = model.model.layers[2].mlp.down_proj.inner.weight.grad
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_attention_under_autocast_is_that_of_autocast(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values reach the kernel in the autocast dtype, as they do in SDPA, also on bf16 processors."""
+    from trunkline.attention import kernels
+
+    dtypes: set[torch.dtype] = set()
+
+    def resolve(device: Any, dtype: torch.dtype, *args: Any) -> Any:
+        dtypes.add(dtype)
+        return original(device, dtype, *args)
+
+    original = kernels.resolve
+    monkeypatch.setattr("trunkline.attention.core.resolve", resolve)
+    monkeypatch.setattr(kernels.CpuFlashKernel, "compute_dtype", lambda self, dtype: dtype)
+    monkeypatch.setattr(kernels.MathKernel.__init__, "__defaults__", (16,))
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=48, kernel=kernel)
+    dtypes.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens(1, 128), labels=tokens(1, 128)).loss.backward()
+    assert dtypes == {torch.bfloat16}
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_fp16_weight_gradients_of_the_head_do_not_overflow() -> None:
+    """8,192 tokens that all have large hidden states and one target: unnormalised, their sum is far above 65,504."""
+    model = build("llama", torch.float32, max_position_embeddings=8192)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(10)
+        model.model.embed_tokens.weight.add_(0.5)
+    trunkline.stream(model, chunk_size=8192)
+    ids = tokens(1, 8192)
+    ids[:, ::2] = 5
+    with torch.autocast("cpu", torch.float16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("changed", ["a parameter", "a frozen parameter", "input_ids"])
+def test_what_backward_reads_again_must_not_have_changed(changed: str) -> None:
+    model = build("llama")
+    model.lm_head.requires_grad_(False)
+    trunkline.stream(model, chunk_size=8)
+    ids = tokens(1, 20)
+    loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        if changed == "input_ids":
+            ids[0, 0] += 1
+        else:
+            (model.lm_head if "frozen" in changed else model.model.layers[0].mlp.up_proj).weight.mul_(1.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_loss_may_be_changed_in_place_and_a_hook_may_want_the_embedding() -> None:
+    model = build("llama")
+    ids = tokens(1, 20)
+    _, expected = plain(model, ids, ids, 0.5)
+    trunkline.stream(model, chunk_size=8)
+    loss = model(input_ids=ids, labels=ids, num_items_in_batch=64).loss
+    loss *= 128
+    loss.backward()
+    assert max(relative_error(g, expected[name]) for name, g in collect(model).items()) < 1e-8
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    model.enable_input_require_grads()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all("layers.1" in name for name in collect(model))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_of_transformers(tmp_path: Path, bf16: bool) -> None:
+    """transformers' Trainer, with accumulation and evaluation: the losses of plain training."""
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = tokens(1, 37, seed=index)[0]
+            return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(37) < 5 * (index % 3), -100)}
+
+    histories = []
+    for streamed_too in (False, True):
+        model = build("llama", torch.float32)
+        if streamed_too:
+            trunkline.stream(model, chunk_size=8)
+        arguments = T.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+            eval_strategy="steps", eval_steps=3, report_to=[], save_strategy="no", bf16=bf16, use_cpu=True, seed=0,
+            disable_tqdm=True,
+        )  # fmt: skip
+        trainer = T.Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+        trainer.train()
+        histories.append(
+            [
+                v
+                for h in trainer.state.log_history
+                for k, v in sorted(h.items())
+                if k in ("loss", "grad_norm", "eval_loss")
+            ]
+        )
+        if streamed_too and bf16:
+            with pytest.raises(ValueError, match="has been replaced"):
+                trunkline.stream(model)
+        if streamed_too:
+            trunkline.unstream(model)
+            trunkline.stream(model)
+    assert len(histories[0]) == 7
+    assert histories[1] == pytest.approx(histories[0], rel=0.02 if bf16 else 1e-4)
+
+
 def test_progress() -> None:
     events: list[trunkline.Progress] = []
     model = trunkline.stream(build("llama"), chunk_size=8, keep=("attention", "kv"), progress=events.append)

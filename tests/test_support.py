@@ -9,9 +9,11 @@ import torch
 import transformers as T
 from families import FAMILIES, build
 from oracle import check, plain, streamed, tokens
+from peft import AdaptionPromptConfig, get_peft_model
 from torch import nn
 
 import trunkline
+from trunkline.streaming import StreamedForward
 
 TINY: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,6 +118,45 @@ def test_more_tokens_than_learned_positions() -> None:
     model = trunkline.stream(build("gpt2", n_positions=16), chunk_size=8)
     with pytest.raises(ValueError, match="has 16 learned positions and was given 17 tokens"):
         model(input_ids=tokens(1, 17), labels=tokens(1, 17))
+
+
+def test_a_window_set_after_the_first_forward_and_positions_that_start_late() -> None:
+    model = trunkline.stream(build("mistral"), chunk_size=8)
+    model(input_ids=tokens(1, 40), labels=tokens(1, 40))
+    model.config.sliding_window = 16
+    with pytest.raises(ValueError, match="sliding window"):
+        model(input_ids=tokens(1, 40), labels=tokens(1, 40))
+    late = torch.arange(500, 520)[None]
+    with pytest.raises(ValueError, match="512 learned positions and was given 520"):
+        trunkline.stream(build("gpt2"), chunk_size=8)(input_ids=tokens(1, 20), position_ids=late)
+
+
+def test_a_loss_function_of_ones_own_and_flags_of_the_config() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    model.loss_function = lambda logits, labels, **kwargs: logits.mean()
+    with pytest.raises(ValueError, match="has a loss function of its own"):
+        model(input_ids=tokens(1, 20), labels=tokens(1, 20))
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states"):
+        model(input_ids=tokens(1, 20), labels=tokens(1, 20))
+
+
+def test_wrappers_that_go_around_forward_or_replace_it() -> None:
+    adapted = get_peft_model(
+        build("llama", torch.float32),
+        AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+    )
+    refused_wrapper = pytest.raises(ValueError, match=r"PeftModel.* goes around the model's forward")
+    with refused_wrapper:
+        trunkline.stream(adapted)
+    assert "forward" not in adapted.get_base_model().__dict__ or not isinstance(
+        adapted.get_base_model().__dict__["forward"], StreamedForward
+    )
+    model = build("llama", torch.float32)
+    model.forward = model.forward
+    with pytest.raises(ValueError, match="has been replaced"):
+        trunkline.stream(model)
 
 
 def test_attention_dropout_in_training() -> None:

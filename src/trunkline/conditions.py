@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trunkline.attention.flash import activated, best_implementation
 
@@ -50,6 +50,10 @@ class Conditions:
         )
         with torch.random.fork_rng(devices), autocast, activated(self._flash):
             yield
+
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype in which matrix products on `x` run."""
+        return self._autocast_dtype if self._autocast and x.dtype != torch.float64 else x.dtype
 
     def seed(self, stage: int, chunk: int) -> None:
         """Set the random state for one chunk of one stage (-1 the embedding, then the layers)."""

@@ -43,7 +43,7 @@ class StreamConfig:
         keep: what stays between forward and backward, out of `attention` (output and log-sum-exp of every layer, so
             that backward never computes attention again) and `kv` (keys and values, so that backward needs no pass to
             compute them again). Empty: least memory.
-        head_bytes: most bytes of fp32 logits that exist at once; the head runs in tiles of as many tokens.
+        head_bytes: most bytes that logits, and what is computed from them, take at once; the head runs in tiles.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
         progress: called with a `Progress` before each chunk's work is issued; None calls nobody.
     """

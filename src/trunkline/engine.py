@@ -22,7 +22,7 @@ from trunkline.attention.core import Core
 from trunkline.chunking import Chunk, split
 from trunkline.conditions import Conditions
 from trunkline.config import Progress, StreamConfig
-from trunkline.gradients import GradientSums
+from trunkline.gradients import GradientSums, differentiate, reaches
 from trunkline.sequence import ChunkedSequence
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v, scale -> output, all (B, heads, C, D)
@@ -93,6 +93,7 @@ class Run:
     chunks: list[Chunk]
     layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
     other_parameters: list[Parameter]
+    watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
     inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
     cores: list[Core | None] = field(default_factory=list)
     sums: GradientSums = field(default_factory=GradientSums)
@@ -139,9 +140,11 @@ def backward_sweep(run: Run, layer: int) -> None:
         run.conditions.seed(layer, chunk.index)
         with torch.enable_grad():
             y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(core.replay, chunk))
-        grads = list(torch.autograd.grad(y_BCE, wanted, dy.take(chunk.index), allow_unused=True))
+        grads = differentiate(y_BCE, wanted, dy.take(chunk.index))
         if x_BCE.requires_grad:
-            dy.stash(chunk.index, grads.pop())
+            dx_BCE = grads.pop()
+            assert dx_BCE is not None
+            dy.stash(chunk.index, dx_BCE)
         run.sums.add(parameters, grads)
     run.cores[layer] = None
 
@@ -163,7 +166,7 @@ def embed_forward(run: Run, *, differentiate: bool) -> None:
         # One chunk with gradients on tells whether anything in the embedding is trained.
         with torch.set_grad_enabled(differentiate and chunk.index == 0):
             x_BCE = run.decoder.embed(run.batch, chunk)
-        if x_BCE.requires_grad:
+        if reaches(x_BCE, run.other_parameters):
             run.lowest = -1
         outputs.stash(chunk.index, x_BCE.detach())
     if differentiate and run.lowest is None:
@@ -181,8 +184,7 @@ def embed_backward(run: Run) -> None:
         run.conditions.seed(-1, chunk.index)
         with torch.enable_grad():
             x_BCE = run.decoder.embed(run.batch, chunk)
-        grads = torch.autograd.grad(x_BCE, parameters, dy.take(chunk.index), allow_unused=True)
-        run.sums.add(parameters, grads)
+        run.sums.add(parameters, differentiate(x_BCE, parameters, dy.take(chunk.index)))
 
 
 def forward(decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.nn.Module) -> tuple[Run, bool]:
@@ -203,7 +205,9 @@ def forward(decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.
     differentiate = torch.is_grad_enabled() and batch.targets_BS is not None
     differentiate = differentiate and bool(other_parameters or any(layer_parameters))
     chunks = split(batch.input_ids_BS.shape[1], config.chunk_tokens(device))
-    run = Run(decoder, config, batch, Conditions(module, device), chunks, layer_parameters, other_parameters)
+    reread = [*module.parameters(), batch.input_ids_BS, batch.positions] if differentiate else []
+    watched = [(x, x._version) for x in reread]
+    run = Run(decoder, config, batch, Conditions(module, device), chunks, layer_parameters, other_parameters, watched)
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         embed_forward(run, differentiate=differentiate)
         for layer in range(decoder.num_layers):
@@ -235,8 +239,9 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     assert batch.num_targets is not None
     run.dy = ChunkedSequence(len(run.chunks)) if run.lowest is not None else None
     hidden = run.inputs.pop()
+    narrow = run.conditions.compute_dtype(hidden.fetch(0))
     dtype = torch.promote_types(hidden.fetch(0).dtype, torch.float32)
-    tile_tokens = max(1, run.config.head_bytes // (len(batch.input_ids_BS) * decoder.vocab_size * dtype.itemsize))
+    tile_tokens = head.tile_tokens(run.config.head_bytes, len(batch.input_ids_BS), decoder.vocab_size, narrow)
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         total = head.sweep(
             decoder.head,
@@ -265,6 +270,11 @@ def backward(run: Run, grad_output: Tensor) -> None:
     """
     decoder, batch = run.decoder, run.batch
     assert batch.num_targets is not None
+    if any(x._version != version for x, version in run.watched):
+        raise RuntimeError(
+            "a parameter, input_ids or position_ids has been modified by an inplace operation since this forward: call "
+            "backward() before optimizer.step(), and do not reuse the input's buffer until then."
+        )
     factor = grad_output / batch.num_targets.to(grad_output.dtype)
     run.sums.scale_(factor)
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
@@ -292,7 +302,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, run: Run) -> Tensor:
         ctx.run = run
-        return value.view_as(value)
+        return value.clone()  # not a view: callers may scale the loss in place (transformers' Trainer does)
 
     @staticmethod
     @once_differentiable

@@ -8,10 +8,36 @@ seven times as large.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+
+def differentiate(output: Tensor, wanted: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+    """Gradients of one chunk by plain autograd; None where the chunk did not touch what is wanted.
+
+    Outside autocast, as `backward()` is: inside, it would round the gradients of what a model keeps in fp32.
+    """
+    with torch.autocast(output.device.type, enabled=False):
+        return list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+
+
+def reaches(output: Tensor, parameters: Sequence[Parameter]) -> bool:
+    """Whether any of these parameters is in the graph of `output`."""
+    searched = {id(parameter) for parameter in parameters}
+    seen: set[Any] = set()
+    todo = [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in searched:
+            return True
+        todo.extend(following for following, _ in node.next_functions)
+    return False
 
 
 class GradientSums:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trunkline.chunking import Chunk
-from trunkline.gradients import GradientSums
+from trunkline.gradients import GradientSums, differentiate
 from trunkline.sequence import ChunkedSequence
 
 IGNORE = -100  # transformers' label of a token that counts for nothing
@@ -42,6 +42,19 @@ def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
         for chunk in chunks
         for start in range(chunk.start, chunk.stop, tile_tokens)
     ]
+
+
+def tile_tokens(head_bytes: int, batch_size: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Tokens of a row in a tile, so that its logits and all that is computed from them take `head_bytes`.
+
+    That is logits and their gradient in `dtype`, and an fp32 (or fp64) copy and its log-softmax.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    tokens = head_bytes // (batch_size * vocab_size * 2 * (wide.itemsize + dtype.itemsize))
+    if dtype == torch.float16:
+        # A weight's gradient is formed in fp16 within a tile, from unnormalised terms: it must stay below 65,504.
+        tokens = min(tokens, 256 // batch_size)
+    return max(1, tokens)
 
 
 def tile_loss(
@@ -120,9 +133,9 @@ def sweep(
             total += part
             if grad_BTV is not None and sums is not None:
                 wanted = [*parameters, x_BTE] if dx_BCE is not None else list(parameters)
-                grads = list(torch.autograd.grad(logits_BTV, wanted, grad_BTV, allow_unused=True))
-                if dx_BCE is not None:
-                    dx_BCE[:, tile.within] = grads.pop()
+                grads = differentiate(logits_BTV, wanted, grad_BTV)
+                if dx_BCE is not None and (dx_BTE := grads.pop()) is not None:
+                    dx_BCE[:, tile.within] = dx_BTE
                 sums.add(parameters, grads)
         if tile.stop == chunk.stop and hidden_grads is not None and dx_BCE is not None:
             hidden_grads.stash(chunk.index, dx_BCE)

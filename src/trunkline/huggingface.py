@@ -75,7 +75,12 @@ def _attention(
         if argument not in _WITHOUT_MEANING and given is not None and given is not False:
             raise Unsupported(f"{name} calls its attention with {argument!r}, which cannot be streamed yet.")
     call.count += 1
-    o_BHCD = call.attend(query, key, value, scaling if scaling is not None else query.shape[-1] ** -0.5)
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        # As autocast has SDPA do: rotary embeddings leave q and k in fp32, v comes in the autocast dtype.
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    with torch.autocast(device, enabled=False):  # kernels say themselves what they compute in
+        o_BHCD = call.attend(query, key, value, scaling if scaling is not None else query.shape[-1] ** -0.5)
     return o_BHCD.transpose(1, 2), None
 
 

@@ -58,13 +58,14 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
     positions = _positions(given.get("position_ids"), ids_BS, lengths_B)
     targets_BS = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
-    keep = given.get("logits_to_keep") or 0
+    keep = given.get("logits_to_keep")
+    keep = 0 if keep is None else keep
     return_dict = given.get("return_dict") is not False
     if targets_BS is None:
-        if not isinstance(keep, int) or keep < 0:
+        if not isinstance(keep, int) or keep < 0:  # transformers also takes a tensor of places
             raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
         return Wanted(Batch(ids_BS, positions), min(max(keep, 1), ids_BS.shape[1]), return_dict)
-    if keep:
+    if not isinstance(keep, int) or keep != 0:
         raise ValueError("logits_to_keep goes without labels: with labels the loss is returned, and no logits.")
     if lengths_B is not None:
         # Padding counts for nothing; columns that are padding in every row are not computed at all.
@@ -150,6 +151,8 @@ def _count(num_items: Any, targets_BS: Tensor) -> Tensor:
     if num_items is None:
         return (targets_BS != IGNORE).sum().clamp_min(1)
     count = torch.as_tensor(num_items, device=targets_BS.device)
+    if count.numel() == 1 and not bool((targets_BS != IGNORE).any()):
+        return torch.ones((), dtype=torch.long, device=targets_BS.device)
     if count.numel() != 1 or bool((count <= 0).any()):
         raise ValueError(f"num_items_in_batch={num_items!r}: give the positive number of target tokens in the batch.")
     return count.reshape(())

@@ -37,7 +37,7 @@ def stream(
         model: a transformers causal language model, or a PEFT model around one.
         chunk_size: tokens of the global sequence in a chunk, any positive number; `auto` chooses by device.
         keep: what stays in memory between forward and backward, out of `attention` and `kv`; see `StreamConfig`.
-        head_bytes: most bytes of fp32 logits that exist at once.
+        head_bytes: most bytes that logits, and what is computed from them, take at once.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
         progress: called with a `Progress` before each chunk's work is issued.
 
@@ -54,26 +54,58 @@ def stream(
     base = _base(model)
     if isinstance(base.__dict__.get("forward"), StreamedForward):
         unstream(model)
+    if "forward" in base.__dict__:
+        raise ValueError(
+            f"the forward of this {type(base).__name__} has been replaced, by accelerate's mixed precision or device "
+            "hooks perhaps: call stream() on the model first and prepare() after it, and keep the model on one device "
+            "(unstream() first, if it was streamed before it was prepared)."
+        )
     decoder = HuggingFaceDecoder(base)
     support.verify(decoder)
-    base.forward = StreamedForward(decoder, config)
+    streamed = base.forward = StreamedForward(decoder, config)
+    if model is not base and base.get_input_embeddings().weight.device.type != "meta":
+        try:
+            _check_reached(model, streamed)
+        except ValueError:
+            del base.forward
+            raise
     return model
 
 
 def unstream(model: M) -> M:
     """Undo `stream`: the model runs its own forward again.
 
+    Wrappers that accelerate has put around the streamed forward since (mixed precision) go with it.
+
     Raises:
         ValueError: the model is not streamed.
     """
     base = _base(model)
-    streamed = base.__dict__.get("forward")
-    if not isinstance(streamed, StreamedForward):
+    if not _is_streamed(base):
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to undo.")
     del base.forward
-    if streamed.replaced is not None:
-        base.forward = streamed.replaced
+    base.__dict__.pop("_original_forward", None)  # accelerate's note of what it wrapped
     return model
+
+
+def _is_streamed(base: PreTrainedModel) -> bool:
+    """Whether a model is streamed, also below wrappers that accelerate has put around its forward since."""
+    forward: Any = base.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, StreamedForward):
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
+    return forward is not None
+
+
+def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
+    """Run a wrapper around the model once, on two tokens, to see that it does call the streamed forward."""
+    device = streamed.decoder.model.get_input_embeddings().weight.device
+    with torch.no_grad(), support.random_state_kept(device), support.evaluation(model):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
+    if streamed.calls == 0:
+        raise ValueError(
+            f"{type(model).__name__} goes around the model's forward, so that it would not be streamed: use an adapter "
+            "that changes modules in place, such as LoRA."
+        )
 
 
 def _base(model: nn.Module) -> PreTrainedModel:
@@ -101,9 +133,8 @@ class StreamedForward:
     def __init__(self, decoder: HuggingFaceDecoder, config: StreamConfig) -> None:
         self.decoder = decoder
         self.config = config
-        self.replaced = decoder.model.__dict__.get("forward")  # what an instance attribute had put there before us
+        self.calls = 0
         self.__signature__ = inspect.signature(decoder.model.forward)
-        self._plain_up_to = 0  # tokens up to which the model is known to be plainly causal
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Forward in chunks.
@@ -120,6 +151,7 @@ class StreamedForward:
         Raises:
             ValueError: an argument is of the wrong shape or not supported; the text names it and the mend.
         """
+        self.calls += 1
         model = self.decoder.model
         if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
             raise ValueError(
@@ -130,15 +162,19 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
+        for flag in ("output_hidden_states", "output_attentions"):
+            if given.get(flag) is None:
+                given[flag] = getattr(model.config, flag, None)
         wanted = inputs.read(given, type(model).__name__, model.get_input_embeddings().weight.shape[0])
-        seq_len = wanted.batch.input_ids_BS.shape[1]
-        if seq_len > self._plain_up_to:
-            support.check_length(self.decoder, seq_len)
-            self._plain_up_to = seq_len
-        run, differentiate = engine.forward(self.decoder, self.config, wanted.batch, model)
+        # Asked every time, before the first sweep: a window may have been set in the config since.
+        batch = wanted.batch
+        support.check_length(self.decoder, batch.input_ids_BS.shape[1], int(batch.positions.max()))
+        if batch.targets_BS is not None:
+            support.check_loss(self.decoder)
+        run, differentiate = engine.forward(self.decoder, self.config, batch, model)
         loss: Tensor | None = None
         logits: Tensor | None = None
-        if wanted.batch.targets_BS is not None:
+        if batch.targets_BS is not None:
             loss = engine.loss(run, differentiate=differentiate)
         else:
             logits = engine.last_logits(run, wanted.logits_to_keep)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trunkline.attention.core import Core
 from trunkline.chunking import Chunk, split
@@ -36,12 +37,13 @@ AttentionInterface.register(_MASK_PROBE, lambda *args, **kwargs: None)
 AttentionMaskInterface.register(_MASK_PROBE, _collect_mask)
 
 
-def check_length(decoder: HuggingFaceDecoder, seq_len: int) -> None:
+def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) -> None:
     """Refuse a length at which the model is not plainly causal, or at which its positions change.
 
     Args:
         decoder: the model.
         seq_len: tokens of the global sequence.
+        last_position: largest position id.
 
     Raises:
         ValueError: a sliding window or attention chunk is shorter than the sequence; rotary frequencies that depend on
@@ -56,21 +58,22 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int) -> None:
         rope_type = kind.get("rope_type", kind.get("type"))
         if rope_type in ("dynamic", "longrope"):
             original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
-            if seq_len > original:
+            if last_position >= original:
                 raise Unsupported(
                     f"{name} has rope_type={rope_type!r}, whose frequencies depend on the length of the input beyond "
-                    f"{original} tokens ({seq_len} were given): that cannot be streamed yet. Shorten the input, or set "
-                    "rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
+                    f"{original} tokens ({last_position + 1} were given): that cannot be streamed yet. Shorten the "
+                    "input, or set rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
                 )
-    if not rope and seq_len > (limit := getattr(config, "max_position_embeddings", None) or seq_len):
+    limit = getattr(config, "max_position_embeddings", None)
+    if not rope and limit is not None and last_position >= limit:
         raise ValueError(
-            f"{name} has {limit} learned positions and was given {seq_len} tokens: shorten the input, or build the "
-            f"model with max_position_embeddings of {seq_len} or more."
+            f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
+            f"build the model with max_position_embeddings of {last_position + 1} or more."
         )
     device = decoder.model.get_input_embeddings().weight.device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     _masks.clear()
-    with decoder.engaged(_MASK_PROBE), torch.no_grad(), _random_state_kept(device):
+    with decoder.engaged(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
         decoder.record(0, torch.arange(2, device=device)[None], input_ids=ids)
     at = torch.linspace(0, seq_len - 1, min(seq_len, 64), dtype=torch.float64).round().long()
     zero = torch.zeros((), dtype=torch.long)
@@ -83,6 +86,15 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int) -> None:
                 "attention chunks, or a mask of its own): that cannot be streamed yet. Shorten the input to the "
                 "window, or switch the window off in the config (sliding_window=None)."
             )
+
+
+def check_loss(decoder: HuggingFaceDecoder) -> None:
+    """Refuse a loss function other than transformers' own: it would get no logits."""
+    if decoder.model.loss_function is not ForCausalLMLoss:
+        raise Unsupported(
+            f"{type(decoder.model).__name__} has a loss function of its own, which a streamed forward cannot honour: "
+            "it works on the logits of the whole sequence. Reset model.loss_function, or do not pass labels."
+        )
 
 
 def verify(decoder: HuggingFaceDecoder) -> None:
@@ -98,8 +110,8 @@ def verify(decoder: HuggingFaceDecoder) -> None:
     if weight.device.type == "meta":
         return
     name = type(decoder.model).__name__
-    with _random_state_kept(weight.device), torch.no_grad(), _evaluation(decoder.model):
-        check_length(decoder, _PROBE_TOKENS)
+    with random_state_kept(weight.device), torch.no_grad(), evaluation(decoder.model):
+        check_length(decoder, _PROBE_TOKENS, _PROBE_TOKENS - 1)
         for attempt in range(_ATTEMPTS):
             try:
                 _compare(decoder, weight.device, attempt)
@@ -176,12 +188,14 @@ def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
         )
 
 
-def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The user's generators end as they began."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
-def _evaluation(model: PreTrainedModel) -> Iterator[None]:
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards as before."""
     training: list[nn.Module] = [m for m in model.modules() if m.training]
     try:
         for module in training:
