@@ -110,3 +110,14 @@ def test_clipping():
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ValueError, match="no parameter is trainable"):
         Optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerSection())
+
+
+def test_micro_batches_are_summed_in_the_masters_type():
+    """4,096 gradients of 2^-12 are 1; summed in bfloat16 they would stop at 1/16."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = Optimizer(model, OptimizerSection(fp32_master=True))
+    for _ in range(4096):
+        model.weight.grad = torch.full_like(model.weight, 2**-12)
+        norm = optimizer.collect()
+    assert float(norm) == 1.0
+    assert model.weight.grad is None

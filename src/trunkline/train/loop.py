@@ -95,8 +95,9 @@ class Trainer:
             self._require_finite(part_value, "loss", index)
             part.backward()
             loss += part_value
-        self.clock.enter("optimizer")
-        grad_norm = float(self.optimizer.collect())
+            self.clock.enter("optimizer")
+            norm = self.optimizer.collect()
+        grad_norm = float(norm)
         self._require_finite(grad_norm, "gradient norm", index)
         rate = learning_rate(index, steps=recipe.steps, settings=recipe.optimizer)
         self.optimizer.step(lr=rate, scale=clip_scale(grad_norm, recipe.clip))

@@ -82,15 +82,19 @@ class Optimizer:
         )
 
     def collect(self) -> torch.Tensor:
-        """Take the gradients over from the model.
+        """Add the gradients of a micro-batch to those collected since the last step, in the masters' type.
 
         Returns:
-            Their global norm, a float32 scalar.
+            The global norm of all that has been collected, a float32 scalar.
         """
         for parameter, optimised in zip(self.parameters, self.optimised, strict=True):
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                continue
+            if optimised.grad is None:
                 optimised.grad = parameter.grad.to(optimised.dtype)
-                parameter.grad = None
+            else:
+                optimised.grad.add_(parameter.grad)
+            parameter.grad = None
         return gradient_norm(optimised.grad for optimised in self.optimised if optimised.grad is not None)
 
     def step(self, *, lr: float, scale: float) -> None:
