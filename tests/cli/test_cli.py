@@ -194,7 +194,15 @@ def test_bugs_keep_their_traceback(recipe, monkeypatch):
 
 def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
     command = [sys.executable, "-u", "-m", "trunkline", "train", str(recipe), "--steps", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        # A shell starts what it puts in the background with SIGINT ignored, and Python would leave it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     for line in process.stdout:
         if line.startswith("step"):
             break
