@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
-# Threads that wait sleep instead of spinning: beside another busy process on two cores, spinning costs a factor of 3.
-export OMP_WAIT_POLICY = passive
 
 .PHONY: venv quickstart test test-gpu soak lint format bench clean
 
