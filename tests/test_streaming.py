@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_two_models_in_one_process_and_two_forwards_of_each() -> None:
     expected = [[plain(model, x, x) for x in ids] for model in (one, two)]
     trunkline.stream(one, chunk_size=8)
     trunkline.stream(two, chunk_size=5, keep=())
-    losses = [[model(input_ids=x, labels=x, num_items_in_batch=64).loss for x in ids] for model in (one, two)]
+    losses = [[model(input_ids=x, labels=x, num_items_in_batch=71).loss for x in ids] for model in (one, two)]
     for i in (1, 0):
         for j, model in ((1, two), (0, one)):
             losses[j][i].backward()
@@ -172,7 +173,7 @@ def test_autocast_holds_in_the_replay(keep: tuple[str, ...], inside: bool) -> No
     _, full = plain(model, ids, ids)
     trunkline.stream(model, chunk_size=16, keep=keep)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=ids, labels=ids, num_items_in_batch=64).loss
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=71).loss
         if inside:
             loss.backward()
     if not inside:
@@ -467,3 +468,27 @@ def test_memory_beyond_the_stores_does_not_grow(monkeypatch: pytest.MonkeyPatch)
         beyond.append(memory.peak - seq_len * ((kept + live) * 4 + integers))
     assert beyond[0] > 0
     assert beyond[1] <= 1.05 * beyond[0], beyond
+
+
+def test_threads_take_turns() -> None:
+    """Two threads that use one streamed model get what they would get alone."""
+    model = build("llama")
+    trunkline.stream(model, chunk_size=4)
+    ids = [tokens(1, 37, seed=seed) for seed in range(8)]
+    with torch.no_grad():
+        expected = [float(model(input_ids=x, labels=x).loss) for x in ids]
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda x: float(_loss_without_graph(model, x)), ids * 4))
+    assert got == expected * 4
+
+
+def _loss_without_graph(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = build("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(ValueError, match="are on cpu, meta: put the model on one device"):
+        trunkline.stream(model)

@@ -43,14 +43,16 @@ class StreamConfig:
         keep: what stays between forward and backward, out of `attention` (output and log-sum-exp of every layer, so
             that backward never computes attention again) and `kv` (keys and values, so that backward needs no pass to
             compute them again). Empty: least memory.
-        head_bytes: most bytes that logits, and what is computed from them, take at once; the head runs in tiles.
+        head_bytes: most bytes that logits, and what is computed from them, take at once; the head runs in tiles. `auto`
+            is 64 MiB, but room for 1,024 tokens at least on an accelerator, where reading the unembedding for each tile
+            would otherwise take longer than computing with it.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
         progress: called with a `Progress` before each chunk's work is issued; None calls nobody.
     """
 
     chunk_size: int | Literal["auto"] = "auto"
     keep: frozenset[str] = frozenset({"attention"})
-    head_bytes: int = 64 * 2**20
+    head_bytes: int | Literal["auto"] = "auto"
     kernel: str = "auto"
     progress: Callable[[Progress], None] | None = dataclasses.field(default=None, compare=False)
 
@@ -63,8 +65,8 @@ class StreamConfig:
         size = self.chunk_size
         if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"chunk_size={size!r}: give a positive whole number of tokens, or 'auto'.")
-        if not isinstance(self.head_bytes, int) or self.head_bytes < 1:
-            raise ValueError(f"head_bytes={self.head_bytes!r}: give a positive number of bytes.")
+        if self.head_bytes != "auto" and (not isinstance(self.head_bytes, int) or self.head_bytes < 1):
+            raise ValueError(f"head_bytes={self.head_bytes!r}: give a positive number of bytes, or 'auto'.")
         object.__setattr__(self, "keep", _keep(self.keep))
         if self.kernel not in kernels.NAMES:
             raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(kernels.NAMES)}.")

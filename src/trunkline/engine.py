@@ -98,9 +98,8 @@ class Run:
     cores: list[Core | None] = field(default_factory=list)
     sums: GradientSums = field(default_factory=GradientSums)
     dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
-    lowest: int | None = (
-        None  # lowest layer that needs a backward sweep, -1 the embedding; None where only the head does
-    )
+    lowest: int | None = None  # layer that backward must reach, -1 the embedding; None where only the head is trained
+    divisor: Tensor | None = None  # what backward divides the head's sums by; None where the head has done it
 
     def report(self, part: Literal["embed", "forward", "head", "backward"], layer: int, chunk: int, total: int) -> None:
         """Tell the user where the step is."""
@@ -241,7 +240,11 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     hidden = run.inputs.pop()
     narrow = run.conditions.compute_dtype(hidden.fetch(0))
     dtype = torch.promote_types(hidden.fetch(0).dtype, torch.float32)
-    tile_tokens = head.tile_tokens(run.config.head_bytes, len(batch.input_ids_BS), decoder.vocab_size, narrow)
+    shape = len(batch.input_ids_BS), decoder.vocab_size, narrow
+    tile_tokens = head.tile_tokens(run.config.head_bytes, *shape, device=batch.input_ids_BS.device)
+    # transformers' norms compute in fp32 in fp64 models too: only what plain autograd feeds them rounds alike.
+    early = dtype == torch.float64
+    run.divisor = None if early else batch.num_targets
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         total = head.sweep(
             decoder.head,
@@ -251,6 +254,7 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
             parameters=run.other_parameters,
             hidden_grads=run.dy,
             sums=run.sums if differentiate else None,
+            divisor=batch.num_targets if early else None,
             before_tile=partial(run.report, "head", -1),
         )
     value = (total / batch.num_targets).to(dtype)
@@ -268,14 +272,13 @@ def backward(run: Run, grad_output: Tensor) -> None:
         run: a forward pass with its loss.
         grad_output: d objective / d loss, 0-dim.
     """
-    decoder, batch = run.decoder, run.batch
-    assert batch.num_targets is not None
+    decoder = run.decoder
     if any(x._version != version for x, version in run.watched):
         raise RuntimeError(
             "a parameter, input_ids or position_ids has been modified by an inplace operation since this forward: call "
             "backward() before optimizer.step(), and do not reuse the input's buffer until then."
         )
-    factor = grad_output / batch.num_targets.to(grad_output.dtype)
+    factor = grad_output if run.divisor is None else grad_output / run.divisor.to(grad_output.dtype)
     run.sums.scale_(factor)
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         if run.dy is not None and run.lowest is not None:

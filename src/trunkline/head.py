@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from trunkline.gradients import GradientSums, differentiate
 from trunkline.sequence import ChunkedSequence
 
 IGNORE = -100  # transformers' label of a token that counts for nothing
+
+AUTO_BYTES = 64 * 2**20
+# A tile reads the unembedding twice and adds to its gradient: 12 bytes a weight for 6 operations a weight and token. An
+# accelerator that does 250 operations a byte (H100) is held up by that below 500 tokens, a CPU never.
+AUTO_TOKENS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +50,18 @@ def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
     ]
 
 
-def tile_tokens(head_bytes: int, batch_size: int, vocab_size: int, dtype: torch.dtype) -> int:
+def tile_tokens(
+    head_bytes: int | Literal["auto"], batch_size: int, vocab_size: int, dtype: torch.dtype, *, device: torch.device
+) -> int:
     """Tokens of a row in a tile, so that its logits and all that is computed from them take `head_bytes`.
 
-    That is logits and their gradient in `dtype`, and an fp32 (or fp64) copy and its log-softmax.
+    That is logits and their gradient in `dtype`, and an fp32 (or fp64) copy and its softmax.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    tokens = head_bytes // (batch_size * vocab_size * 2 * (wide.itemsize + dtype.itemsize))
+    token_bytes = vocab_size * 2 * (wide.itemsize + dtype.itemsize)
+    if head_bytes == "auto":
+        head_bytes = max(AUTO_BYTES, 0 if device.type == "cpu" else AUTO_TOKENS * token_bytes)
+    tokens = head_bytes // (batch_size * token_bytes)
     if dtype == torch.float16:
         # A weight's gradient is formed in fp16 within a tile, from unnormalised terms: it must stay below 65,504.
         tokens = min(tokens, 256 // batch_size)
@@ -71,18 +82,21 @@ def tile_loss(
     Returns:
         The sum, fp32 (fp64 for fp64 logits), 0-dim; and d sum / d logits in the dtype of the logits, or None.
     """
-    wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-    log_p_BTV = torch.log_softmax(logits_BTV.to(wide), dim=-1)
+    dtype = logits_BTV.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    logits_BTV = logits_BTV.to(wide)
+    grad_BTV = torch.softmax(logits_BTV, dim=-1)
     ignored_BT1 = (targets_BT == IGNORE)[..., None]
     index_BT1 = targets_BT.clamp_min(0)[..., None]
-    total = -log_p_BTV.gather(-1, index_BT1).masked_fill_(ignored_BT1, 0).sum()
+    # The largest logit and its probability give the log-sum-exp without a second pass of exponentials.
+    lse_BT1 = logits_BTV.amax(-1, keepdim=True) - grad_BTV.amax(-1, keepdim=True).log_()
+    total = (lse_BT1 - logits_BTV.gather(-1, index_BT1)).masked_fill_(ignored_BT1, 0).sum()
     if not gradient:
         return total, None
-    grad_BTV = log_p_BTV.exp_()
     grad_BTV.scatter_add_(-1, index_BT1, torch.full_like(index_BT1, -1, dtype=wide))
     if ignored:
         grad_BTV.masked_fill_(ignored_BT1, 0)
-    return total, grad_BTV.to(logits_BTV.dtype)
+    return total, grad_BTV.to(dtype)
 
 
 def sweep(
@@ -94,6 +108,7 @@ def sweep(
     parameters: Sequence[Parameter],
     hidden_grads: ChunkedSequence | None,
     sums: GradientSums | None,
+    divisor: Tensor | None = None,
     before_tile: Callable[[int, int], None],
 ) -> Tensor:
     """Sum of the token losses of a sequence, tile by tile; where asked for, with its gradients.
@@ -106,6 +121,7 @@ def sweep(
         parameters: those that may get a gradient from the head.
         hidden_grads: receives d sum / d hidden; None where nothing below the head is trained.
         sums: receives d sum / d parameters; None where no gradient is wanted at all.
+        divisor: what the gradients are divided by at once, 0-dim; None leaves them those of the sum.
         before_tile: called with each tile's number and their count.
 
     Returns:
@@ -132,6 +148,8 @@ def sweep(
             )
             total += part
             if grad_BTV is not None and sums is not None:
+                if divisor is not None:
+                    grad_BTV.div_(divisor)
                 wanted = [*parameters, x_BTE] if dx_BCE is not None else list(parameters)
                 grads = differentiate(logits_BTV, wanted, grad_BTV)
                 if dx_BCE is not None and (dx_BTE := grads.pop()) is not None:

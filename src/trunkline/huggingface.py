@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -155,6 +156,14 @@ class HuggingFaceDecoder:
         self.vocab_size: int = config.vocab_size
         found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self._configs = list(found.values())
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock: a copy of the model has its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -170,14 +179,15 @@ class HuggingFaceDecoder:
     @contextlib.contextmanager
     def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
         """Have attention calls land in ours; afterwards every config says what it said before."""
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation = implementation
-            yield
-        finally:
-            for config, implementation in zip(self._configs, before, strict=True):
-                config._attn_implementation = implementation
+        with self._lock:  # the model's configs and list of layers are changed while it runs: one thread at a time
+            before = [config._attn_implementation for config in self._configs]
+            try:
+                for config in self._configs:
+                    config._attn_implementation = implementation
+                yield
+            finally:
+                for config, implementation in zip(self._configs, before, strict=True):
+                    config._attn_implementation = implementation
 
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
         """See `Decoder.embed`."""

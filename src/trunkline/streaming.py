@@ -23,7 +23,7 @@ def stream(
     *,
     chunk_size: int | Literal["auto"] = "auto",
     keep: Iterable[str] = ("attention",),
-    head_bytes: int = 64 * 2**20,
+    head_bytes: int | Literal["auto"] = "auto",
     kernel: str = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> M:
@@ -37,7 +37,7 @@ def stream(
         model: a transformers causal language model, or a PEFT model around one.
         chunk_size: tokens of the global sequence in a chunk, any positive number; `auto` chooses by device.
         keep: what stays in memory between forward and backward, out of `attention` and `kv`; see `StreamConfig`.
-        head_bytes: most bytes that logits, and what is computed from them, take at once.
+        head_bytes: most bytes that logits, and what is computed from them, take at once; `auto` chooses by device.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
         progress: called with a `Progress` before each chunk's work is issued.
 
@@ -59,6 +59,12 @@ def stream(
             f"the forward of this {type(base).__name__} has been replaced, by accelerate's mixed precision or device "
             "hooks perhaps: call stream() on the model first and prepare() after it, and keep the model on one device "
             "(unstream() first, if it was streamed before it was prepared)."
+        )
+    devices = sorted({str(p.device) for p in base.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters of this {type(base).__name__} are on {', '.join(devices)}: put the model on one device "
+            "before stream(), without device_map."
         )
     decoder = HuggingFaceDecoder(base)
     support.verify(decoder)

@@ -87,9 +87,13 @@ def test_resolve_by_name_and_by_default() -> None:
         resolve(CPU, torch.float32, 8, 16, "cpu_flash")
 
 
-def test_cuda_needs() -> None:
+def test_cuda_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the CUDA kernel is asked before it is taken; it runs in tests/gpu."""
     cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0" in str(kernels._cuda_flash(cuda, torch.float16, 64, 64))
+    assert resolve(cuda, torch.float16, 64, 64).name == "math"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert kernels._cuda_flash(cuda, torch.bfloat16, 64, 64) is None
     assert "float32" in str(kernels._cuda_flash(cuda, torch.float32, 64, 64))
     assert "head dims" in str(kernels._cuda_flash(cuda, torch.float16, 512, 512))

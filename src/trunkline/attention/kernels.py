@@ -245,6 +245,8 @@ def _cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_d
         return "it runs on CUDA tensors only"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {dtype}"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs compute capability 8.0 (Ampere) or newer"
     if head_dim != value_dim or head_dim > 256 or head_dim % 8:
         return f"it needs equal head dims up to 256 that 8 divides, not {head_dim} and {value_dim}"
     if not all(offered(f"_flash_attention_{part}") for part in ("forward", "backward")):
