@@ -59,9 +59,8 @@ def tile_tokens(
     """
     wide = torch.promote_types(dtype, torch.float32)
     token_bytes = vocab_size * 2 * (wide.itemsize + dtype.itemsize)
-    if head_bytes == "auto":
-        head_bytes = max(AUTO_BYTES, 0 if device.type == "cpu" else AUTO_TOKENS * token_bytes)
-    tokens = head_bytes // (batch_size * token_bytes)
+    automatic = max(AUTO_BYTES, 0 if device.type == "cpu" else AUTO_TOKENS * token_bytes)
+    tokens = (automatic if head_bytes == "auto" else head_bytes) // (batch_size * token_bytes)
     if dtype == torch.float16:
         # A weight's gradient is formed in fp16 within a tile, from unnormalised terms: it must stay below 65,504.
         tokens = min(tokens, 256 // batch_size)
