@@ -24,6 +24,7 @@ test: venv
 # With a CUDA device, no install: the machine's own Python and PyTorch.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu
+	TORCH_CUDA_SANITIZER=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu -k "not under_compute"
 
 soak: venv
 	$(BIN)/python -m pytest -m "soak"

@@ -14,6 +14,7 @@ from trunkline import head
 from trunkline.chunking import split
 from trunkline.gradients import GradientSums
 from trunkline.sequence import ChunkedSequence
+from trunkline.tiers.stores import resident
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -61,7 +62,9 @@ def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed
         seen.append(x.shape[1])
         return layer(x)
 
-    hidden, grads, targets = ChunkedSequence(3), ChunkedSequence(3), torch.full((1, 20), -100)
+    stores = resident()
+    hidden, grads = (ChunkedSequence(3, stores, name) for name in ("hidden", "grads"))
+    targets = torch.full((1, 20), -100)
     for chunk in split(20, 8):
         hidden.stash(chunk.index, torch.randn(1, len(chunk), 4))
     targets[0, 9] = 3
@@ -72,7 +75,7 @@ def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed
     assert seen == [3]
     assert float(total) > 0
     assert hidden.nbytes == 0
-    assert [float(grads.fetch(i).norm()) > 0 for i in range(3)] == [False, True, False]
+    assert [float(x.norm()) > 0 for x in grads.read(range(3))] == [False, True, False]
 
 
 @pytest.mark.parametrize("head_bytes", [1, 97 * 8 * 3, 10**9])

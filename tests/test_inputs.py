@@ -21,6 +21,8 @@ IDS = tokens(2, 20)
 ONES = torch.ones_like(IDS)
 LEFT = ONES.clone()
 LEFT[0, :3] = 0
+RIGHT = ONES.clone()
+RIGHT[0, -3:] = 0
 HOLE = ONES.clone()
 HOLE[0, 5] = 0
 RESTART = torch.cat([torch.arange(12), torch.arange(8)])[None]
@@ -30,8 +32,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "1-D input_ids": ({"input_ids": IDS[0]}, r"input_ids must be .*got \(20,\)"),
     "empty input_ids": ({"input_ids": IDS[:, :0]}, "at least one each"),
     "float input_ids": ({"input_ids": IDS.float()}, "input_ids must be token ids"),
-    "labels of another shape": ({"labels": IDS[:, 1:]}, r"labels must be of the shape of input_ids, \(2, 20\), not"),
-    "shift_labels of another shape": ({"shift_labels": IDS[0]}, "shift_labels must be of the shape"),
+    "labels of another shape": ({"labels": IDS[:, 1:]}, r"labels must be whole numbers of the shape .* \(2, 20\), not"),
+    "shift_labels of another shape": ({"shift_labels": IDS[0]}, "shift_labels must be whole numbers of the shape"),
+    "float labels": ({"labels": IDS.float()}, r"labels must be whole numbers .* not torch.float32"),
     "negative labels": ({"labels": IDS - 50}, "labels must be token ids from 0 to 96 or -100 .ignored.*; -"),
     "labels beyond the vocabulary": ({"labels": IDS + 97}, "labels must be token ids from 0 to 96"),
     "input ids beyond the vocabulary": (
@@ -42,6 +45,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mask with a hole": ({"attention_mask": HOLE}, "masks with holes"),
     "4-D mask": ({"attention_mask": torch.ones(2, 1, 20, 20)}, "attention_mask must be of the shape of input_ids"),
     "packed documents": ({"position_ids": RESTART}, "packed documents, which are not supported yet"),
+    "position_ids as a list": ({"position_ids": [0, 1]}, "position_ids must be a tensor of shape .* not list"),
+    "a packed collator": ({"cu_seq_lens_q": IDS[0]}, "cu_seq_lens_q .* marks packed documents"),
+    "router logits": ({"output_router_logits": True}, "output_router_logits .* auxiliary loss"),
+    "padding without labels": ({"attention_mask": RIGHT}, "padding, and there are no labels"),
+    "no labels in training": ({}, "no labels in training.*label_smoothing_factor"),
     "position_ids of another shape": ({"position_ids": RESTART[:, 1:]}, "position_ids must be of shape"),
     "inputs_embeds": ({"input_ids": None, "inputs_embeds": torch.ones(2, 4, 32)}, "inputs_embeds .* pass input_ids"),
     "a cache": ({"use_cache": True}, "use_cache .*unstream"),
@@ -74,6 +82,14 @@ def test_refused(model: Any, case: str) -> None:
         ({"keep": "attn"}, "'attn' is unknown"),
         ({"head_bytes": 0}, "head_bytes=0"),
         ({"kernel": "fast"}, "kernel='fast': choose one of auto, cpu_flash, cuda_flash, math"),
+        ({"strategy": "fast"}, "strategy='fast': choose one of auto, resident, head_groups, streamed"),
+        ({"strategy": "streamed"}, "has no effect without a device_budget"),
+        ({"device_budget": "many"}, "device_budget='many': give a number of bytes"),
+        ({"inputs_every": 0}, "inputs_every=0"),
+        ({"prefetch": 0}, "prefetch=0"),
+        ({"disk": "."}, "disk has no effect without a device_budget"),
+        ({"device_budget": 1, "disk": "nowhere"}, "disk='nowhere' is not a folder"),
+        ({"device_budget": 1, "disk_budget": 1}, "disk_budget has no effect without disk"),
     ],
 )
 def test_settings_out_of_range(setting: dict[str, Any], message: str) -> None:

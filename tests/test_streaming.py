@@ -8,12 +8,14 @@ import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import transformers as T
 from families import build
+from operators import Operators
 from oracle import check, collect, plain, relative_error, streamed, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -345,16 +347,8 @@ def test_progress() -> None:
     assert {(e.num_layers, e.num_chunks) for e in events} == {(3, 3)}
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators as they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+COPIES = {("attention", "kv"): [100, 149], ("attention",): [100, 209], ("kv",): [100, 149], (): [100, 209]}
+ALLOCATIONS = {("attention", "kv"): [20, 62], ("attention",): [20, 68], ("kv",): [20, 62], (): [20, 68]}
 
 
 @pytest.mark.parametrize(
@@ -382,6 +376,9 @@ def test_kernel_calls_and_copies_of_a_step(keep: tuple[str, ...], recomputed: in
     # Seven linear layers: forward once; backward replays them and takes two products each.
     products = [sum(counts[op] for op in ("mm", "addmm", "bmm")) for counts in (forward.counts, backward.counts)]
     head = n * 3  # with its two gradients, a tile a chunk
+    # All of a step, the model's own included; everything resident, tiers and lanes add nothing to it.
+    assert [forward.copies, backward.copies] == COPIES[keep]
+    assert [forward.allocations, backward.allocations] == ALLOCATIONS[keep]
     assert products[0] == layers * n * 7 + head
     assert products[1] == layers * n * 7 * 3 + layers * (n - 1) * projected
 
@@ -492,3 +489,29 @@ def test_a_model_on_several_devices_is_refused() -> None:
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match="are on cpu, meta: put the model on one device"):
         trunkline.stream(model)
+
+
+def test_a_method_made_of_the_streamed_forward() -> None:
+    """What accelerate's `unwrap_model(keep_fp32_wrapper=False)` leaves on the model."""
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    ids = tokens(1, 20)
+    expected = model(input_ids=ids, labels=ids).loss
+    model.forward = MethodType(model.forward, model)
+    assert float(model(input_ids=ids, labels=ids).loss.detach()) == float(expected.detach())
+    assert float(model(ids, labels=ids).loss.detach()) == float(expected.detach())
+    trunkline.unstream(model)
+
+
+def test_tiers_follow_the_model_to_another_device() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    before = model.forward.tiers
+    assert model.forward.tiers is before
+    model.to("meta")
+    assert model.forward.tiers is not before
+
+
+def test_an_input_on_another_device_is_refused() -> None:
+    model = trunkline.stream(build("llama"), chunk_size=8)
+    model.get_input_embeddings().to("meta")
+    with pytest.raises(ValueError, match=r"input_ids are on cpu and the model is on meta.*DataParallel"):
+        model(input_ids=tokens(1, 20), labels=tokens(1, 20))

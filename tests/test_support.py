@@ -128,7 +128,7 @@ def test_a_window_set_after_the_first_forward_and_positions_that_start_late() ->
         model(input_ids=tokens(1, 40), labels=tokens(1, 40))
     late = torch.arange(500, 520)[None]
     with pytest.raises(ValueError, match="512 learned positions and was given 520"):
-        trunkline.stream(build("gpt2"), chunk_size=8)(input_ids=tokens(1, 20), position_ids=late)
+        trunkline.stream(build("gpt2"), chunk_size=8)(input_ids=tokens(1, 20), labels=tokens(1, 20), position_ids=late)
 
 
 def test_a_loss_function_of_ones_own_and_flags_of_the_config() -> None:

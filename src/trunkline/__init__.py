@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trunkline.config import Progress, StreamConfig
-    from trunkline.streaming import stream, unstream
+    from trunkline.plan.rehearsal import Rehearsal, rehearse
+    from trunkline.streaming import read_meters, stream, unstream
+    from trunkline.tiers.meters import Meters
 
 __version__ = "0.1.0"
-__all__ = ["Progress", "StreamConfig", "stream", "unstream"]
+__all__ = ["Meters", "Progress", "Rehearsal", "StreamConfig", "read_meters", "rehearse", "stream", "unstream"]
 
 _HOME = {
+    "Meters": "trunkline.tiers.meters",
     "Progress": "trunkline.config",
+    "Rehearsal": "trunkline.plan.rehearsal",
     "StreamConfig": "trunkline.config",
+    "read_meters": "trunkline.streaming",
+    "rehearse": "trunkline.plan.rehearsal",
     "stream": "trunkline.streaming",
     "unstream": "trunkline.streaming",
 }

@@ -13,11 +13,16 @@ import hashlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trunkline.attention.flash import activated, best_implementation
 
 _SEEDS = 2**62
+
+
+def autocast_type(device: torch.device) -> str:
+    """The type of device whose autocast holds for tensors on `device`; those without contents follow the CPU's."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 class Conditions:
@@ -28,8 +33,8 @@ class Conditions:
         self._device = device
         self._training = module.training
         self._seed = int(torch.randint(_SEEDS, ()))
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._autocast_dtype = torch.get_autocast_dtype(device.type)
+        self._autocast = torch.is_autocast_enabled(autocast_type(device))
+        self._autocast_dtype = torch.get_autocast_dtype(autocast_type(device))
         self._flash = best_implementation(device)
 
     @contextlib.contextmanager
@@ -46,14 +51,14 @@ class Conditions:
             )
         devices = [self._device] if self._device.type == "cuda" else []
         autocast = torch.autocast(
-            self._device.type, dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False
+            autocast_type(self._device), dtype=self._autocast_dtype, enabled=self._autocast, cache_enabled=False
         )
         with torch.random.fork_rng(devices), autocast, activated(self._flash):
             yield
 
-    def compute_dtype(self, x: Tensor) -> torch.dtype:
-        """The dtype in which matrix products on `x` run."""
-        return self._autocast_dtype if self._autocast and x.dtype != torch.float64 else x.dtype
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which matrix products on tensors of `dtype` run."""
+        return self._autocast_dtype if self._autocast and dtype != torch.float64 else dtype
 
     def seed(self, stage: int, chunk: int) -> None:
         """Set the random state for one chunk of one stage (-1 the embedding, then the layers)."""

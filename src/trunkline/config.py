@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from trunkline.attention import kernels
+from trunkline.tiers.account import parse_bytes
 
 KEEPABLE = ("attention", "kv")
+STRATEGIES = ("auto", "resident", "head_groups", "streamed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,18 @@ class StreamConfig:
             is 64 MiB, but room for 1,024 tokens at least on an accelerator, where reading the unembedding for each tile
             would otherwise take longer than computing with it.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
+        strategy: how attention goes where not all fits: `resident` (keys, values and their gradients of a layer stay on
+            the device), `head_groups` (those of a few heads at a time do), `streamed` (chunk by chunk), or `auto`: the
+            first of these that the device_budget has room for.
+        inputs_every: only the input of every N-th layer stays; those between are computed again before their backward.
+        device_budget: most bytes that these stores may take on the device, with what is on its way; None is no limit.
+            Numbers of bytes may have units: "24GiB" (1024-based), "24GB" (1000-based).
+        host_budget: most bytes in host memory, for what the device has no room for; None is none. On a CPU both
+            budgets speak of the same memory, and add up.
+        disk: folder for a scratch file, for what the host has no room for; None is none.
+        disk_budget: most bytes in that file; None is what is free on its disk.
+        prefetch: tensors of one store on the device at a time, the one in use and those on their way: 1 turns double
+            buffering off.
         progress: called with a `Progress` before each chunk's work is issued; None calls nobody.
     """
 
@@ -54,6 +69,13 @@ class StreamConfig:
     keep: frozenset[str] = frozenset({"attention"})
     head_bytes: int | Literal["auto"] = "auto"
     kernel: str = "auto"
+    strategy: Literal["auto", "resident", "head_groups", "streamed"] = "auto"
+    inputs_every: int = 1
+    device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    disk: str | Path | None = None
+    disk_budget: int | str | None = None
+    prefetch: int = 2
     progress: Callable[[Progress], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,8 +90,39 @@ class StreamConfig:
         if self.head_bytes != "auto" and (not isinstance(self.head_bytes, int) or self.head_bytes < 1):
             raise ValueError(f"head_bytes={self.head_bytes!r}: give a positive number of bytes, or 'auto'.")
         object.__setattr__(self, "keep", _keep(self.keep))
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
+        if self.strategy in ("head_groups", "streamed") and self.device_budget is None:
+            raise ValueError(f"strategy={self.strategy!r} has no effect without a device_budget: set one.")
+        for name in ("inputs_every", "prefetch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a positive whole number.")
+        for name in ("device_budget", "host_budget", "disk_budget"):
+            object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
+        if self.disk is not None and self.device_budget is None and self.host_budget is None:
+            raise ValueError(
+                "disk has no effect without a device_budget, beyond which chunks leave the device: set one."
+            )
+        if self.disk_budget is not None and self.disk is None:
+            raise ValueError("disk_budget has no effect without disk: set disk to a folder for the scratch file.")
+        if self.disk is not None and not Path(self.disk).is_dir():
+            raise ValueError(f"disk={str(self.disk)!r} is not a folder: make it, or give another.")
         if self.kernel not in kernels.NAMES:
             raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(kernels.NAMES)}.")
+
+    @property
+    def budgets(self) -> tuple[int | None, int | None, int | None]:
+        """Bytes of device, host and disk."""
+        device, host, disk = (
+            parse_bytes(name, getattr(self, name)) for name in ("device_budget", "host_budget", "disk_budget")
+        )
+        return device, host, disk
+
+    def on(self, device: torch.device) -> StreamConfig:
+        """These settings as they turn out on a device, for tensors that are elsewhere."""
+        kernel = "cpu_flash" if self.kernel == "auto" and device.type == "cpu" else self.kernel
+        return dataclasses.replace(self, chunk_size=self.chunk_tokens(device), kernel=kernel)
 
     def chunk_tokens(self, device: torch.device) -> int:
         """Tokens in a chunk on this device."""

@@ -6,171 +6,139 @@ backward; several may be outstanding. The two loops of the design are `forward_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+import math
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from trunkline import head
+from trunkline import halves, head
 from trunkline.attention.core import Core
+from trunkline.attention.groups import HeadGroupsCore
 from trunkline.chunking import Chunk, split
 from trunkline.conditions import Conditions
-from trunkline.config import Progress, StreamConfig
-from trunkline.gradients import GradientSums, differentiate, reaches
-from trunkline.sequence import ChunkedSequence
-
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v, scale -> output, all (B, heads, C, D)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a forward is about.
-
-    Attributes:
-        input_ids_BS: token ids.
-        positions: position ids, (1, S) or (B, S).
-        targets_BS: the token that each position is to predict, or -100; None for logits only.
-        num_targets: what the sum of token losses is divided by, 0-dim.
-    """
-
-    input_ids_BS: Tensor
-    positions: Tensor
-    targets_BS: Tensor | None = None
-    num_targets: Tensor | None = None
-
-
-class Decoder(Protocol):
-    """A decoder-only model in the pieces that a sweep needs."""
-
-    num_layers: int
-    vocab_size: int
-
-    @property
-    def layer_parameters(self) -> list[list[Parameter]]:
-        """Parameters of each layer, as the model stands now."""
-        ...
-
-    @property
-    def other_parameters(self) -> list[Parameter]:
-        """All other parameters."""
-        ...
-
-    def engaged(self) -> AbstractContextManager[None]:
-        """What must be in place while sweeps run."""
-        ...
-
-    def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
-        """The input of layer 0, (B, C, E)."""
-        ...
-
-    def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
-        """A decoder layer on one chunk, its attention call handed to `attend`."""
-        ...
-
-    def keys_values(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, C, D) of a layer for one chunk, without what follows them in the layer."""
-        ...
-
-    def head(self, x_BTE: Tensor) -> Tensor:
-        """Final hidden states to logits (B, T, V)."""
-        ...
-
-
-@dataclass(slots=True)
-class Run:
-    """One forward pass and what it keeps for its backward."""
-
-    decoder: Decoder
-    config: StreamConfig
-    batch: Batch
-    conditions: Conditions
-    chunks: list[Chunk]
-    layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
-    other_parameters: list[Parameter]
-    watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
-    inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
-    cores: list[Core | None] = field(default_factory=list)
-    sums: GradientSums = field(default_factory=GradientSums)
-    dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
-    lowest: int | None = None  # layer that backward must reach, -1 the embedding; None where only the head is trained
-    divisor: Tensor | None = None  # what backward divides the head's sums by; None where the head has done it
-
-    def report(self, part: Literal["embed", "forward", "head", "backward"], layer: int, chunk: int, total: int) -> None:
-        """Tell the user where the step is."""
-        if self.config.progress is not None:
-            self.config.progress(Progress(part, layer, self.decoder.num_layers, chunk, total))
+from trunkline.config import StreamConfig
+from trunkline.decoder import Batch, Decoder
+from trunkline.gradients import differentiate, reaches
+from trunkline.keeping import Widths, choose
+from trunkline.run import Run
+from trunkline.tiers.stores import Stores, Tiers
 
 
 def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
-    """One layer over all chunks, upwards. Where nothing is to be differentiated its inputs are freed as it goes."""
-    keep = run.config.keep if differentiate else frozenset()
-    core = Core(run.chunks, kernel=run.config.kernel, keep_attention="attention" in keep, keep_kv="kv" in keep)
-    inputs, outputs = run.inputs[layer], ChunkedSequence(len(run.chunks))
-    for chunk in run.chunks:
+    """One layer over all chunks, upwards. Where its inputs are not kept for backward they are freed as it goes."""
+    layout = run.layout
+    core = run.core(layer, keep=run.config.keep if differentiate else frozenset())
+    if isinstance(core, HeadGroupsCore):
+        halves.attend(run, layer, core)
+    attend = core.recall if isinstance(core, HeadGroupsCore) else core.forward
+    kept = differentiate and layout.position(layer) == 0
+    outputs = run.sequence(layout.input(layer + 1))
+    for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising, take=not kept), strict=True):
         run.report("forward", layer, chunk.index, len(run.chunks))
-        x_BCE = inputs.fetch(chunk.index) if differentiate else inputs.take(chunk.index)
         run.conditions.seed(layer, chunk.index)
-        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(core.forward, chunk))
+        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(attend, chunk))
         outputs.stash(chunk.index, y_BCE)
     core.end_forward()
     run.cores.append(core if differentiate else None)
     run.inputs.append(outputs)
 
 
-def backward_sweep(run: Run, layer: int) -> None:
+def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     """One layer over all chunks, downwards: each chunk is replayed and differentiated by plain autograd."""
     core, inputs, dy = run.cores[layer], run.inputs[layer], run.dy
     assert core is not None
     assert dy is not None
     assert run.lowest is not None
+    if isinstance(core, HeadGroupsCore):
+        halves.backward_sweep(run, layer, core, factor)
+        run.cores[layer] = None
+        return
     parameters = run.layer_parameters[layer]
     if core.needs_kv_pass:
         keys_values_pass(run, layer, core)
-    for chunk in reversed(run.chunks):
-        run.report("backward", layer, chunk.index, len(run.chunks))
-        x_BCE = inputs.take(chunk.index).detach().requires_grad_(layer > run.lowest)
+    reading = zip(run.falling, inputs.read(run.falling, take=True), dy.read(run.falling, take=True), strict=True)
+    for i, x_BCE, dy_BCE in reading:
+        chunk = run.chunks[i]
+        run.report("backward", layer, i, len(run.chunks))
+        x_BCE = x_BCE.detach().requires_grad_(layer > run.lowest)
         wanted = [*parameters, x_BCE] if x_BCE.requires_grad else parameters
-        run.conditions.seed(layer, chunk.index)
+        run.conditions.seed(layer, i)
         with torch.enable_grad():
             y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(core.replay, chunk))
-        grads = differentiate(y_BCE, wanted, dy.take(chunk.index))
+        grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
         if x_BCE.requires_grad:
             dx_BCE = grads.pop()
             assert dx_BCE is not None
-            dy.stash(chunk.index, dx_BCE)
+            dy.stash(i, dx_BCE)
         run.sums.add(parameters, grads)
     run.cores[layer] = None
 
 
 def keys_values_pass(run: Run, layer: int, core: Core) -> None:
-    """Compute again the keys/values that were not kept; those of the last chunk come with its replay."""
-    for chunk in run.chunks[:-1]:
-        run.report("backward", layer, chunk.index, len(run.chunks))
+    """Have the keys/values that a backward sweep needs: those kept, or computed again but for the last chunk's."""
+    if core.restore():
+        return
+    earlier = run.chunks[:-1]
+    for chunk, x_BCE in zip(earlier, run.inputs[layer].read(range(len(earlier))), strict=True):
+        run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
         run.conditions.seed(layer, chunk.index)
-        core.put(chunk, *run.decoder.keys_values(layer, run.inputs[layer].fetch(chunk.index), run.batch, chunk))
+        _, k, v, _ = run.decoder.projections(layer, x_BCE, run.batch, chunk)
+        core.put(chunk, k, v)
+
+
+def regenerate(run: Run, group: range) -> None:
+    """The inputs of a group of layers, of which the first alone was kept.
+
+    Where attention was kept nothing attends again: its output stands in for it. Where not, these are forward sweeps,
+    and what they compute is kept until the group is done.
+    """
+    if len(group) == 1:
+        return
+    for layer in group[:-1]:
+        core = run.cores[layer]
+        assert core is not None
+        if isinstance(core, Core) and not core.keep_attention:
+            core.restore()
+            attend = core.forward
+        else:
+            if isinstance(core, HeadGroupsCore) and not core.keep_attention:
+                halves.attend(run, layer, core)
+            attend = core.recall
+        core.keep_all()
+        outputs = run.sequence(run.layout.input(layer + 1))
+        for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
+            run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
+            run.conditions.seed(layer, chunk.index)
+            outputs.stash(chunk.index, run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(attend, chunk)))
+        core.end_forward()
+        run.inputs[layer + 1] = outputs
+    run.stores.settle_all()
 
 
 def embed_forward(run: Run, *, differentiate: bool) -> None:
     """The input of layer 0 for all chunks; finds the lowest layer that backward must reach."""
-    outputs = ChunkedSequence(len(run.chunks))
+    outputs = run.sequence(run.layout.input(0))
     for chunk in run.chunks:
         run.report("embed", -1, chunk.index, len(run.chunks))
         run.conditions.seed(-1, chunk.index)
         # One chunk with gradients on tells whether anything in the embedding is trained.
         with torch.set_grad_enabled(differentiate and chunk.index == 0):
             x_BCE = run.decoder.embed(run.batch, chunk)
-        if reaches(x_BCE, run.other_parameters):
-            run.lowest = -1
+        if differentiate and chunk.index == 0:
+            run.lowest = lowest_layer(run, x_BCE)
         outputs.stash(chunk.index, x_BCE.detach())
-    if differentiate and run.lowest is None:
-        run.lowest = min((i for i, parameters in enumerate(run.layer_parameters) if parameters), default=None)
     run.inputs.append(outputs)
+
+
+def lowest_layer(run: Run, x_BCE: Tensor) -> int | None:
+    """The lowest layer that backward must reach, given an output of the embedding; see `Run.lowest`."""
+    if reaches(x_BCE, run.other_parameters):
+        return -1
+    return min((i for i, parameters in enumerate(run.layer_parameters) if parameters), default=None)
 
 
 def embed_backward(run: Run) -> None:
@@ -178,15 +146,48 @@ def embed_backward(run: Run) -> None:
     dy = run.dy
     assert dy is not None
     parameters = run.other_parameters
-    for chunk in reversed(run.chunks):
-        run.report("backward", -1, chunk.index, len(run.chunks))
-        run.conditions.seed(-1, chunk.index)
+    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
+        run.report("backward", -1, i, len(run.chunks))
+        run.conditions.seed(-1, i)
         with torch.enable_grad():
-            x_BCE = run.decoder.embed(run.batch, chunk)
-        run.sums.add(parameters, differentiate(x_BCE, parameters, dy.take(chunk.index)))
+            x_BCE = run.decoder.embed(run.batch, run.chunks[i])
+        run.sums.add(parameters, differentiate([x_BCE], parameters, [dy_BCE]))
 
 
-def forward(decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.nn.Module) -> tuple[Run, bool]:
+def place(run: Run, *, differentiate: bool) -> None:
+    """Find out from one token how large everything will be, and give it its tier before the first sweep."""
+    token, tiers = Chunk(0, 0, 1), run.stores.tiers
+    with torch.set_grad_enabled(differentiate):
+        x_BCE = run.decoder.embed(run.batch, token)
+    if differentiate:
+        run.lowest = lowest_layer(run, x_BCE)
+    key = len(x_BCE), x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
+    if key not in tiers.widths:
+        tiers.widths[key] = widths_of(run, x_BCE.detach(), token)
+    layout, placement = choose(run.layout, tiers.widths[key], run.chunks, tiers)
+    run.head_groups = layout.head_groups
+    run.stores = Stores(tiers, placement)
+
+
+def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
+    """How large everything is for one token, with attention that gives zeros."""
+    hidden, layers, num_kv_heads = x_BCE.nbytes, [], 0
+    for layer in range(run.decoder.num_layers):
+        calls: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, calls: list[Any] = calls) -> Tensor:
+            calls.append((q, k, v))
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+
+        hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch, token, attend).nbytes)
+        layers.append(Widths.of_attention(*calls[0], run.config.kernel))
+        num_kv_heads = math.gcd(num_kv_heads, calls[0][1].shape[1])
+    return Widths(hidden, layers, num_kv_heads)
+
+
+def forward(
+    decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.nn.Module, tiers: Tiers
+) -> tuple[Run, bool]:
     """All layers of a forward pass, up to the final hidden state.
 
     Args:
@@ -194,6 +195,7 @@ def forward(decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.
         config: settings.
         batch: what the forward is about.
         module: the module whose training flag must hold until backward.
+        tiers: of the model.
 
     Returns:
         The run, its last entry of `inputs` being the final hidden state, and whether it can be differentiated.
@@ -206,25 +208,26 @@ def forward(decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.
     chunks = split(batch.input_ids_BS.shape[1], config.chunk_tokens(device))
     reread = [*module.parameters(), batch.input_ids_BS, batch.positions] if differentiate else []
     watched = [(x, x._version) for x in reread]
-    run = Run(decoder, config, batch, Conditions(module, device), chunks, layer_parameters, other_parameters, watched)
+    conditions = Conditions(module, device)
+    run = Run(decoder, config, batch, conditions, chunks, layer_parameters, other_parameters, watched, Stores(tiers))
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
-        embed_forward(run, differentiate=differentiate)
-        for layer in range(decoder.num_layers):
-            forward_sweep(run, layer, differentiate=run.lowest is not None and layer >= run.lowest)
+        if tiers.limited:
+            place(run, differentiate=differentiate)
+        with run.stores.closed_on_error():
+            embed_forward(run, differentiate=differentiate)
+            for layer in range(decoder.num_layers):
+                forward_sweep(run, layer, differentiate=run.lowest is not None and layer >= run.lowest)
+            run.stores.settle_all()
     return run, differentiate
 
 
 def last_logits(run: Run, count: int) -> Tensor:
     """Logits of the last `count` positions, (B, count, V)."""
-    hidden = run.inputs[-1]
-    tail: list[Tensor] = []
-    for chunk in reversed(run.chunks):
-        if count <= 0:
-            break
-        tail.insert(0, hidden.take(chunk.index)[:, -count:])
-        count -= tail[0].shape[1]
-    with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
-        return run.decoder.head(torch.cat(tail, dim=1))
+    wanted = [chunk.index for chunk in run.chunks if run.chunks[-1].stop - chunk.stop < count]
+    with run.conditions.restored(), run.decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+        tail = torch.cat([x_BCE[:, -count:] for x_BCE in run.inputs[-1].read(wanted)], dim=1)[:, -count:]
+        run.stores.close()
+        return run.decoder.head(tail)
 
 
 def loss(run: Run, *, differentiate: bool) -> Tensor:
@@ -236,16 +239,16 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     batch, decoder = run.batch, run.decoder
     assert batch.targets_BS is not None
     assert batch.num_targets is not None
-    run.dy = ChunkedSequence(len(run.chunks)) if run.lowest is not None else None
+    run.dy = run.sequence("dy") if run.lowest is not None else None
     hidden = run.inputs.pop()
-    narrow = run.conditions.compute_dtype(hidden.fetch(0))
-    dtype = torch.promote_types(hidden.fetch(0).dtype, torch.float32)
+    narrow = run.conditions.compute_dtype(hidden.dtype)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     shape = len(batch.input_ids_BS), decoder.vocab_size, narrow
     tile_tokens = head.tile_tokens(run.config.head_bytes, *shape, device=batch.input_ids_BS.device)
     # transformers' norms compute in fp32 in fp64 models too: only what plain autograd feeds them rounds alike.
     early = dtype == torch.float64
     run.divisor = None if early else batch.num_targets
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad():
+    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
         total = head.sweep(
             decoder.head,
             hidden,
@@ -257,6 +260,9 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
             divisor=batch.num_targets if early else None,
             before_tile=partial(run.report, "head", -1),
         )
+        run.stores.settle_all()
+        if not differentiate:
+            run.stores.close()
     value = (total / batch.num_targets).to(dtype)
     if not differentiate:
         return value
@@ -280,16 +286,16 @@ def backward(run: Run, grad_output: Tensor) -> None:
         )
     factor = grad_output if run.divisor is None else grad_output / run.divisor.to(grad_output.dtype)
     run.sums.scale_(factor)
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad():
-        if run.dy is not None and run.lowest is not None:
-            for chunk in run.chunks:
-                dy_BCE = run.dy.take(chunk.index)
-                run.dy.stash(chunk.index, (dy_BCE.to(factor.dtype) * factor).to(dy_BCE.dtype))
-            for layer in reversed(range(max(run.lowest, 0), decoder.num_layers)):
-                backward_sweep(run, layer)
+    layout = run.layout
+    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+        for group in layout.groups():
+            regenerate(run, group)
+            for layer in reversed(group):
+                backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)
                 run.sums.deliver(_owned(run, layer))
-            if run.lowest == -1:
-                embed_backward(run)
+        if run.lowest == -1:
+            embed_backward(run)
+        run.stores.close()
     run.sums.deliver(run.sums.parameters)
 
 

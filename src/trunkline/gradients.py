@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from trunkline.conditions import autocast_type
 
-def differentiate(output: Tensor, wanted: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+
+def differentiate(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> list[Tensor | None]:
     """Gradients of one chunk by plain autograd; None where the chunk did not touch what is wanted.
 
     Outside autocast, as `backward()` is: inside, it would round the gradients of what a model keeps in fp32.
     """
-    with torch.autocast(output.device.type, enabled=False):
-        return list(torch.autograd.grad(output, wanted, gradient, allow_unused=True))
+    with torch.autocast(autocast_type(gradients[0].device), enabled=False):
+        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
 def reaches(output: Tensor, parameters: Sequence[Parameter]) -> bool:

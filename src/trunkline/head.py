@@ -98,6 +98,15 @@ def tile_loss(
     return total, grad_BTV.to(dtype)
 
 
+def _used(targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Which places have a target in some row, and which in all: (S,) each, on the CPU."""
+    if targets_BS.device.type == "meta":  # no contents: as if there were a target everywhere
+        return torch.ones(targets_BS.shape[1], dtype=torch.bool), torch.ones(targets_BS.shape[1], dtype=torch.bool)
+    has = targets_BS != IGNORE
+    used_S, full_S = torch.stack([has.any(0), has.all(0)]).cpu()
+    return used_S, full_S
+
+
 def sweep(
     logits_of: Callable[[Tensor], Tensor],
     hidden: ChunkedSequence,
@@ -127,13 +136,14 @@ def sweep(
         The sum, 0-dim, fp64 (the tiles' own sums are fp32, or fp64 for an fp64 model).
     """
     # The one host synchronisation of the head, before its sweep: which places have targets in some rows, and in all.
-    used_S, full_S = torch.stack([(targets_BS != IGNORE).any(0), (targets_BS != IGNORE).all(0)]).cpu()
+    used_S, full_S = _used(targets_BS)
     total = torch.zeros((), dtype=torch.float64, device=targets_BS.device)
+    reading = hidden.read(range(tiles[-1].chunk.index + 1), take=True)
     for number, tile in enumerate(tiles):
         before_tile(number, len(tiles))
         chunk = tile.chunk
         if tile.start == chunk.start:
-            x_BCE = hidden.take(chunk.index)
+            x_BCE = reading.next()
             dx_BCE = torch.zeros_like(x_BCE) if hidden_grads is not None else None
         if used_S[tile.start : tile.stop].any():
             x_BTE = x_BCE[:, tile.within].detach().requires_grad_(hidden_grads is not None)
@@ -150,10 +160,11 @@ def sweep(
                 if divisor is not None:
                     grad_BTV.div_(divisor)
                 wanted = [*parameters, x_BTE] if dx_BCE is not None else list(parameters)
-                grads = differentiate(logits_BTV, wanted, grad_BTV)
+                grads = differentiate([logits_BTV], wanted, [grad_BTV])
                 if dx_BCE is not None and (dx_BTE := grads.pop()) is not None:
                     dx_BCE[:, tile.within] = dx_BTE
                 sums.add(parameters, grads)
         if tile.stop == chunk.stop and hidden_grads is not None and dx_BCE is not None:
             hidden_grads.stash(chunk.index, dx_BCE)
+    reading.done()
     return total

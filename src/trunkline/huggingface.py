@@ -22,7 +22,8 @@ from torch.nn import Parameter
 from transformers import AttentionInterface, PreTrainedModel
 
 from trunkline.chunking import Chunk
-from trunkline.engine import Attend, Batch
+from trunkline.conditions import autocast_type
+from trunkline.decoder import Attend, Batch
 
 # The name under which layers find our attention. It has no mask function on purpose: transformers then builds no mask
 # at all. Padding masks never get that far, since `streaming` turns them into labels and lengths.
@@ -67,7 +68,8 @@ def _attention(
     if dropout > 0:
         raise ValueError(
             f"attention dropout is {dropout} in {name}: it is not supported in training, because the weights it acts "
-            "on never exist as a whole. Set the config's attention dropout (attention_dropout, attn_pdrop) to 0."
+            "on never exist as a whole. Load the model without it: from_pretrained(path, attention_dropout=0.0), or "
+            "attn_pdrop=0.0 for GPT-2; in a recipe model.overrides.attention_dropout 0."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or attention_mask is not None:
@@ -76,7 +78,7 @@ def _attention(
         if argument not in _WITHOUT_MEANING and given is not None and given is not False:
             raise Unsupported(f"{name} calls its attention with {argument!r}, which cannot be streamed yet.")
     call.count += 1
-    device = query.device.type
+    device = autocast_type(query.device)
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         # As autocast has SDPA do: rotary embeddings leave q and k in fp32, v comes in the autocast dtype.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -147,7 +149,7 @@ class HuggingFaceDecoder:
         self._forward: Callable[..., Any] = model.forward
         self.layers = find_layers(model)
         self.num_layers = len(self.layers)
-        self.returns_tuple = False  # whether a layer returns its hidden state in a tuple; `support.verify` finds out
+        self.returns_tuple = False  # whether a layer returns its hidden state in a tuple: known once one has run
         self.act: Callable[[Arguments], Tensor] = _nothing
         self._stand_ins: dict[str, nn.Module] = {
             name: _StandIn(layer, self) for name, layer in self.layers.named_children()
@@ -156,14 +158,14 @@ class HuggingFaceDecoder:
         self.vocab_size: int = config.vocab_size
         found = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         self._configs = list(found.values())
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held while the model runs in chunks
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the lock: a copy of the model has its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        return {name: value for name, value in self.__dict__.items() if name != "lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state, lock=threading.RLock())
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -179,7 +181,7 @@ class HuggingFaceDecoder:
     @contextlib.contextmanager
     def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
         """Have attention calls land in ours; afterwards every config says what it said before."""
-        with self._lock:  # the model's configs and list of layers are changed while it runs: one thread at a time
+        with self.lock:  # the model's configs and list of layers are changed while it runs: one thread at a time
             before = [config._attn_implementation for config in self._configs]
             try:
                 for config in self._configs:
@@ -209,20 +211,22 @@ class HuggingFaceDecoder:
                 f"{type(self.layers[index]).__name__} of {type(self.model).__name__} called transformers' attention "
                 f"interface {call.count} times instead of once: its attention cannot be streamed."
             )
+        self.returns_tuple = isinstance(y, tuple)
         return first(y)
 
-    def keys_values(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """See `Decoder.keys_values`: the layer is left at its attention call, so that nothing after it is paid for."""
-        taken: list[Tensor] = []
+    def projections(
+        self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        """See `Decoder.projections`: the layer is left at its attention call, so that nothing after it is paid for."""
+        taken: list[tuple[Tensor, Tensor, Tensor, float]] = []
 
         def stop(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            taken.extend((k, v))
+            taken.append((q, k, v, scale))
             raise _Stop
 
         with contextlib.suppress(_Stop):
             self.layer(index, x_BCE, batch, chunk, stop)
-        k, v = taken
-        return k, v
+        return taken[0]
 
     def head(self, x_BTE: Tensor) -> Tensor:
         """See `Decoder.head`."""

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.engine import Batch
+from trunkline.decoder import Batch
 from trunkline.head import IGNORE
 
+_PACKED = "it marks packed documents, which are not supported yet: pass each document as a row, right-padded"
 _MENDS = {
+    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
+    "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
     "inputs_embeds": "pass input_ids",
     "cache": "call trunkline.unstream(model) before generating",
     "past_key_values": "call trunkline.unstream(model) before generating",
@@ -64,6 +67,11 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     if targets_BS is None:
         if not isinstance(keep, int) or keep < 0:  # transformers also takes a tensor of places
             raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
+        if lengths_B is not None:
+            raise ValueError(
+                "attention_mask has padding, and there are no labels: the last position of a shorter row is padding. "
+                "Pass rows of one length together, or one row at a time."
+            )
         return Wanted(Batch(ids_BS, positions), min(max(keep, 1), ids_BS.shape[1]), return_dict)
     if not isinstance(keep, int) or keep != 0:
         raise ValueError("logits_to_keep goes without labels: with labels the loss is returned, and no logits.")
@@ -103,6 +111,10 @@ def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tens
     num_rows, seq_len = ids_BS.shape
     if positions is None:
         return torch.arange(seq_len, device=ids_BS.device)[None]
+    if not isinstance(positions, Tensor):
+        raise ValueError(
+            f"position_ids must be a tensor of shape {tuple(ids_BS.shape)}, not {type(positions).__name__}."
+        )
     shape = tuple(positions.shape)
     if shape not in ((seq_len,), (1, seq_len), (num_rows, seq_len)):
         raise ValueError(f"position_ids must be of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, not {shape}.")
@@ -138,9 +150,9 @@ def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) ->
     given = labels if shift_labels is None else shift_labels
     if given is None:
         return None
-    if not isinstance(given, Tensor) or given.shape != ids_BS.shape:
-        shape = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise ValueError(f"{name} must be of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}.")
+    if not isinstance(given, Tensor) or given.shape != ids_BS.shape or given.is_floating_point():
+        shape = f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(f"{name} must be whole numbers of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}.")
     _check_range(name, given, vocab_size, IGNORE)
     given = given.to(device=ids_BS.device, dtype=torch.long)
     return given if shift_labels is not None else F.pad(given[:, 1:], (0, 1), value=IGNORE)

@@ -1,41 +1,165 @@
-"""A sequence held in chunks: one tensor a chunk, handed out and taken back one at a time.
+"""A sequence held in chunks: one tensor a chunk, handed out and taken back one at a time, wherever each of them rests.
 
-The sweeps of the engine move whole activations of a layer (inputs, outputs, gradients) through these. A chunk that has
-been taken out is no longer held here, so that a sweep frees its input as it goes.
+The sweeps of the engine move whole activations of a layer (inputs, outputs, gradients) through these, the core its
+keys, values and outputs. What is read next is known, so a `Reader` has the next chunks fetched while one is in use.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
+
+from trunkline.lanes import Move
+
+if TYPE_CHECKING:
+    from trunkline.tiers.storage import Block
+    from trunkline.tiers.stores import Stores
+
+
+@dataclass(slots=True)
+class _Away:
+    """A chunk beyond the device: its form there, and the move that brings or brought it."""
+
+    like: Tensor  # on the meta device: shape, strides and dtype
+    device: torch.device
+    block: Block
+    stash: Move
 
 
 class ChunkedSequence:
-    """An activation of S tokens as a list of chunks, each (B, C, E), resting on the device.
+    """An activation of S tokens as a list of chunks.
 
     Args:
         num_chunks: how many chunks the sequence has.
+        stores: the run's, which count its bytes.
+        name: of the store, as it was placed; a store may serve one sequence after another.
     """
 
-    def __init__(self, num_chunks: int) -> None:
-        self._chunks: list[Tensor | None] = [None] * num_chunks
+    def __init__(self, num_chunks: int, stores: Stores, name: str) -> None:
+        self._chunks: list[Tensor | _Away | None] = [None] * num_chunks
+        self._stores = stores
+        self._name = name
+        self._blocks: list[Block | None] = []
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
         """Put chunk `index` here. It must not be changed in place afterwards."""
-        self._chunks[index] = x_BCE
+        assert self._chunks[index] is None, f"chunk {index} is here already"
+        if not self._blocks:
+            self._blocks = self._stores.blocks(self._name, len(self._chunks))
+        block = self._blocks[index]
+        if block is None:
+            self._stores.hold("device", x_BCE.nbytes)
+            self._chunks[index] = x_BCE
+            return
+        x_BCE = dense(x_BCE)
+        move = self._stores.stash(self._name.split()[0], x_BCE, block)
+        self._chunks[index] = _Away(torch.empty_like(x_BCE, device="meta"), x_BCE.device, block, move)
 
-    def fetch(self, index: int) -> Tensor:
-        """Give chunk `index` and keep it."""
-        x_BCE = self._chunks[index]
-        assert x_BCE is not None, f"chunk {index} was never stashed or already taken"
-        return x_BCE
+    def read(self, order: Iterable[int], *, take: bool = False) -> Reader:
+        """Chunks in the order in which they will be wanted; with `take` they are held here no longer."""
+        return Reader(self, order, take=take)
 
-    def take(self, index: int) -> Tensor:
-        """Give chunk `index` and hold it no longer."""
-        x_BCE = self.fetch(index)
-        self._chunks[index] = None
-        return x_BCE
+    def clear(self) -> None:
+        """Hold nothing any longer."""
+        for index, x in enumerate(self._chunks):
+            if isinstance(x, _Away):
+                self._stores.release(x.block.tier, x.like.nbytes)
+            elif x is not None:
+                self._stores.release("device", x.nbytes)
+            self._chunks[index] = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the chunks held now."""
+        return next(x.like.dtype if isinstance(x, _Away) else x.dtype for x in self._chunks if x is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks held now."""
-        return sum(x.nbytes for x in self._chunks if x is not None)
+        """Bytes of the chunks held now, in whichever tier."""
+        return sum(x.like.nbytes if isinstance(x, _Away) else x.nbytes for x in self._chunks if x is not None)
+
+
+class Reader:
+    """Hands out chunks of a sequence in an order given beforehand; see `ChunkedSequence.read`.
+
+    With `prefetch` p, up to p fetched chunks are in use or on their way; for a moment one more, the one handed out
+    before, which its user lets go only when it takes the next.
+    """
+
+    def __init__(self, sequence: ChunkedSequence, order: Iterable[int], *, take: bool) -> None:
+        self._sequence = sequence
+        self._order = iter(order)
+        self._upcoming = next(self._order, None)
+        self._take = take
+        self._coming: deque[tuple[int, Move | None]] = deque()
+        self._out: deque[int] = deque()  # bytes on the device of the chunks handed out, the last two at most
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All of them."""
+        try:
+            while self._coming or self._upcoming is not None:
+                yield self.next()
+        finally:
+            self.done()
+
+    def next(self) -> Tensor:
+        """The next chunk. From now on the one before it must not be used any longer."""
+        stores, sequence = self._sequence._stores, self._sequence
+        while len(self._out) > 1:
+            stores.release("device", self._out.popleft())
+        if not self._coming:
+            self._issue()
+        index, move = self._coming.popleft()
+        if move is None:
+            x = sequence._chunks[index]
+            assert isinstance(x, Tensor), f"chunk {index} is not here"
+            if self._take:
+                sequence._chunks[index] = None
+                stores.release("device", x.nbytes)
+            self._out.append(0)
+        else:
+            assert move.tensor is not None
+            x = move.tensor
+            stores.lanes.finish(move)
+            self._out.append(x.nbytes)
+            if self._take:
+                stores.release(move.block.tier, x.nbytes)
+        while len(self._coming) < stores.prefetch - 1 and self._issue():
+            pass
+        return x
+
+    def done(self) -> None:
+        """No chunk handed out is in use any longer."""
+        while self._out:
+            self._sequence._stores.release("device", self._out.popleft())
+
+    def _issue(self) -> bool:
+        """Have the next chunk fetched, if it is there to be fetched."""
+        index = self._upcoming
+        if index is None:
+            return False
+        stores, sequence = self._sequence._stores, self._sequence
+        x = sequence._chunks[index]
+        if x is None:
+            return False
+        self._upcoming = next(self._order, None)
+        if isinstance(x, Tensor):
+            self._coming.append((index, None))
+            return True
+        into = torch.empty_like(x.like, device=x.device)
+        stores.hold("device", into.nbytes)
+        self._coming.append((index, stores.lanes.fetch(x.block, into, x.stash)))
+        if self._take:
+            sequence._chunks[index] = None
+        return True
+
+
+def dense(x: Tensor) -> Tensor:
+    """`x` with its elements one after another in memory, in whatever order of dims; a copy only where it is not so."""
+    dims = sorted(range(x.ndim), key=lambda dim: (x.stride(dim), x.shape[dim]), reverse=True)
+    return x if x.permute(dims).is_contiguous() else x.contiguous()

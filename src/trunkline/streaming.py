@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,6 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trunkline import engine, inputs, support
 from trunkline.config import Progress, StreamConfig
 from trunkline.huggingface import HuggingFaceDecoder
+from trunkline.tiers.machines import tiers_for
+from trunkline.tiers.meters import Meters
+from trunkline.tiers.stores import Tiers
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,6 +29,13 @@ def stream(
     keep: Iterable[str] = ("attention",),
     head_bytes: int | Literal["auto"] = "auto",
     kernel: str = "auto",
+    strategy: Literal["auto", "resident", "head_groups", "streamed"] = "auto",
+    inputs_every: int = 1,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    disk: str | Path | None = None,
+    disk_budget: int | str | None = None,
+    prefetch: int = 2,
     progress: Callable[[Progress], None] | None = None,
 ) -> M:
     """Make a decoder-only model run its forward and backward in chunks of the sequence, in place.
@@ -39,6 +50,14 @@ def stream(
         keep: what stays in memory between forward and backward, out of `attention` and `kv`; see `StreamConfig`.
         head_bytes: most bytes that logits, and what is computed from them, take at once; `auto` chooses by device.
         kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
+        strategy: how attention goes where not all fits: `resident`, `head_groups`, `streamed`, or `auto`, the first of
+            these that fits; see `StreamConfig`.
+        inputs_every: only the input of every N-th layer stays; those between are computed again.
+        device_budget: most bytes that what is kept may take on the device, such as "20GiB"; None is no limit.
+        host_budget: most bytes in host memory for what the device has no room for.
+        disk: folder for a scratch file, for what the host has no room for.
+        disk_budget: most bytes in that file; None is what is free on its disk.
+        prefetch: tensors of one store on the device at a time; 1 turns double buffering off.
         progress: called with a `Progress` before each chunk's work is issued.
 
     Returns:
@@ -49,7 +68,8 @@ def stream(
     """
     config = StreamConfig(
         chunk_size=chunk_size, keep=frozenset([keep] if isinstance(keep, str) else keep), head_bytes=head_bytes,
-        kernel=kernel, progress=progress,
+        kernel=kernel, strategy=strategy, inputs_every=inputs_every, device_budget=device_budget,
+        host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, progress=progress,
     )  # fmt: skip
     base = _base(model)
     if isinstance(base.__dict__.get("forward"), StreamedForward):
@@ -87,19 +107,32 @@ def unstream(model: M) -> M:
         ValueError: the model is not streamed.
     """
     base = _base(model)
-    if not _is_streamed(base):
+    if _streamed_forward(base) is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to undo.")
     del base.forward
     base.__dict__.pop("_original_forward", None)  # accelerate's note of what it wrapped
     return model
 
 
-def _is_streamed(base: PreTrainedModel) -> bool:
-    """Whether a model is streamed, also below wrappers that accelerate has put around its forward since."""
+def read_meters(model: nn.Module) -> Meters:
+    """What the stores of a streamed model held in each tier, and moved over each lane, since this was last asked.
+
+    Raises:
+        ValueError: the model is not streamed.
+    """
+    base = _base(model)
+    forward = _streamed_forward(base)
+    if forward is None:
+        raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to read.")
+    return forward.tiers.read_meters()
+
+
+def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
+    """A model's streamed forward, also below wrappers that accelerate has put around it since."""
     forward: Any = base.__dict__.get("forward")
     while forward is not None and not isinstance(forward, StreamedForward):
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
-    return forward is not None
+    return forward
 
 
 def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
@@ -140,7 +173,21 @@ class StreamedForward:
         self.decoder = decoder
         self.config = config
         self.calls = 0
+        self._tiers: Tiers | None = None
+        self._tiers_device: torch.device | None = None
         self.__signature__ = inspect.signature(decoder.model.forward)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the tiers: a copy of the model has its own."""
+        return {**self.__dict__, "_tiers": None}
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where what forwards keep rests; of the device on which the model is now."""
+        device = next(self.decoder.model.parameters()).device
+        if self._tiers is None or self._tiers_device != device:
+            self._tiers, self._tiers_device = tiers_for(device, self.config), device
+        return self._tiers
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Forward in chunks.
@@ -159,6 +206,8 @@ class StreamedForward:
         """
         self.calls += 1
         model = self.decoder.model
+        if args and args[0] is model:  # accelerate makes a method of what it finds below its wrappers
+            args = args[1:]
         if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
             raise ValueError(
                 f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes what it needs: "
@@ -168,21 +217,35 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        for flag in ("output_hidden_states", "output_attentions"):
+        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if given.get(flag) is None:
                 given[flag] = getattr(model.config, flag, None)
-        wanted = inputs.read(given, type(model).__name__, model.get_input_embeddings().weight.shape[0])
+        weight = model.get_input_embeddings().weight
+        wanted = inputs.read(given, type(model).__name__, weight.shape[0])
+        if wanted.batch.input_ids_BS.device != weight.device:
+            raise ValueError(
+                f"input_ids are on {wanted.batch.input_ids_BS.device} and the model is on {weight.device}: a streamed "
+                "model is one process and one device. Move the input; under torch.nn.DataParallel, which Trainer uses "
+                "where it sees several devices, let it see one (CUDA_VISIBLE_DEVICES=0)."
+            )
+        if wanted.batch.targets_BS is None and model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "no labels in training: logits of the whole sequence never exist, so there is nothing to "
+                "differentiate. Pass labels (Trainer takes them away for label_smoothing_factor and "
+                "compute_loss_func: leave these out); for the last logits use model.eval() or torch.no_grad()."
+            )
         # Asked every time, before the first sweep: a window may have been set in the config since.
         batch = wanted.batch
         support.check_length(self.decoder, batch.input_ids_BS.shape[1], int(batch.positions.max()))
         if batch.targets_BS is not None:
             support.check_loss(self.decoder)
-        run, differentiate = engine.forward(self.decoder, self.config, batch, model)
         loss: Tensor | None = None
         logits: Tensor | None = None
-        if batch.targets_BS is not None:
-            loss = engine.loss(run, differentiate=differentiate)
-        else:
-            logits = engine.last_logits(run, wanted.logits_to_keep)
+        with self.decoder.lock:
+            run, differentiate = engine.forward(self.decoder, self.config, batch, model, self.tiers)
+            if batch.targets_BS is not None:
+                loss = engine.loss(run, differentiate=differentiate)
+            else:
+                logits = engine.last_logits(run, wanted.logits_to_keep)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output if wanted.return_dict else output.to_tuple()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from trunkline.attention.core import Core
+from trunkline.attention.core import Core, Names
 from trunkline.chunking import Chunk, split
-from trunkline.engine import Batch
+from trunkline.decoder import Batch
 from trunkline.huggingface import Arguments, HuggingFaceDecoder, Unsupported, first
+from trunkline.tiers.stores import resident
 
 _PROBE_TOKENS = 8
 _ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
 _MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
-_masks: list[Callable[..., Any]] = []
+_masks: ContextVar[list[Callable[..., Any]]] = ContextVar("trunkline_masks")
 
 
 def _collect_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> None:
-    _masks.append(mask_function)
+    _masks.get().append(mask_function)
 
 
 AttentionInterface.register(_MASK_PROBE, lambda *args, **kwargs: None)
@@ -72,12 +74,13 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) 
         )
     device = decoder.model.get_input_embeddings().weight.device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    _masks.clear()
+    masks: list[Callable[..., Any]] = []
+    _masks.set(masks)
     with decoder.engaged(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
         decoder.record(0, torch.arange(2, device=device)[None], input_ids=ids)
     at = torch.linspace(0, seq_len - 1, min(seq_len, 64), dtype=torch.float64).round().long()
     zero = torch.zeros((), dtype=torch.long)
-    for mask in _masks:
+    for mask in masks:
         q, kv = at[:, None], at[None, :]
         seen = torch.as_tensor(mask(zero, zero, q, kv)).expand(len(at), len(at))
         if not torch.equal(seen, kv <= q):
@@ -101,13 +104,14 @@ def verify(decoder: HuggingFaceDecoder) -> None:
     """Compare every piece of a model with the model itself, on a few tokens.
 
     Args:
-        decoder: the model. Parameters on the `meta` device have no values to compare; then nothing is run.
+        decoder: the model. Parameters on the `meta` device have no values to compare; then one layer is run.
 
     Raises:
         ValueError: a piece differs; the text names the model and the piece.
     """
     weight = decoder.model.get_input_embeddings().weight
     if weight.device.type == "meta":
+        _run_one_layer(decoder)
         return
     name = type(decoder.model).__name__
     with random_state_kept(weight.device), torch.no_grad(), evaluation(decoder.model):
@@ -121,6 +125,15 @@ def verify(decoder: HuggingFaceDecoder) -> None:
                     raise
             except Exception as error:
                 raise Unsupported(f"{name} does not run in chunks ({error}): it cannot be streamed.") from error
+
+
+def _run_one_layer(decoder: HuggingFaceDecoder) -> None:
+    """Show the decoder what a layer returns."""
+    ids_BS = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    batch, token = Batch(ids_BS, ids_BS), Chunk(0, 0, 1)
+    with torch.no_grad(), evaluation(decoder.model), decoder.engaged():
+        x_BCE = decoder.embed(batch, token)
+        decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scale: q.new_empty(*q.shape[:3], v.shape[3]))
 
 
 def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) -> None:
@@ -140,7 +153,8 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
             arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
         _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
         y_BSE = first(arguments.call(layer, x_BSE))
-        core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False)
+        core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
+                    names=Names("k", "v", "o", "lse"))  # fmt: skip
         with decoder.engaged():
             parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
         _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")

@@ -214,3 +214,60 @@ def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
     (partial,) = tmp_path.glob("run.partial-*")
     assert [path.name for path in partial.iterdir()] == ["metrics.jsonl"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_family_that_cannot_be_streamed(recipe, tmp_path, capsys):
+    from transformers import FalconConfig, FalconForCausalLM
+
+    from trunkline.data import load_encoder
+
+    config = FalconConfig(vocab_size=258, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    FalconForCausalLM(config).save_pretrained(tmp_path / "falcon")
+    load_encoder("bytes").tokenizer.save_pretrained(tmp_path / "falcon")
+    arguments = ["--model.preset", "null", "--model.overrides", "{}", "--model.path", str(tmp_path / "falcon")]
+    capsys.readouterr()
+    assert cli.run(["train", str(recipe), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert "FalconForCausalLM" in said
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "Use a smaller chunk_size",
+        ),
+        (OSError(28, "No space left on device", "run/model"), "No space left on device: run/model"),
+    ],
+)
+def test_what_a_machine_runs_out_of(recipe, capsys, monkeypatch, error, said):
+    def fail(self, index):
+        raise error
+
+    monkeypatch.setattr("trunkline.train.loop.Trainer.step", fail)
+    assert cli.run(["train", str(recipe)]) == 1
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+
+
+def test_a_disk_that_fails_in_a_step(recipe, tmp_path, capsys, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    budgets = ["--device_budget", "100KiB", "--disk", str(tmp_path), "--chunk_size", "8", "--context", "256"]
+    assert cli.run(["train", str(recipe), *budgets]) == 1
+    assert f"scratch file in {tmp_path} failed: No space left" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small(recipe, tmp_path, capsys):
+    assert cli.run(["train", str(recipe), "--device_budget", "1KiB"]) == 2
+    assert "device_budget leaves 1.0 KiB" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert cli.run(["train", str(recipe), "--device_budget", "lots"]) == 2
+    assert "device_budget='lots'" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -27,3 +28,65 @@ def test_no_worse_than_transformers(family: str, dtype: torch.dtype, keep: tuple
     _, got = streamed(model, ids, ids, 512)
     floor = 1e-5 if dtype == torch.float32 else 0.0
     assert total_error(got, exact) <= 1.2 * total_error(own, exact) + floor
+
+
+BUDGETS = [
+    {"device_budget": "1MiB", "host_budget": "64MiB"},
+    {"device_budget": "1MiB", "host_budget": "1MiB", "disk": "/tmp"},
+    {"device_budget": "1MiB", "disk": "/tmp", "strategy": "streamed"},
+    {"device_budget": "2MiB", "host_budget": "64MiB", "strategy": "head_groups", "inputs_every": 2},
+]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@pytest.mark.parametrize("budgets", BUDGETS, ids=["host", "host and disk", "disk, streamed", "head groups"])
+@pytest.mark.parametrize("keep", [(), ("attention",)])
+def test_budgets_change_no_gradient_and_are_kept(keep: tuple[str, ...], budgets: dict[str, Any], prefetch: int) -> None:
+    model = build("llama", torch.bfloat16, head_dim=32).cuda()
+    ids = tokens(2, 700).cuda()
+    trunkline.stream(model, chunk_size=64, keep=keep)
+    _, resident = streamed(model, ids, ids, 512)
+    _, exact = plain(copy.deepcopy(trunkline.unstream(model)).double(), ids, ids, 512)
+    trunkline.stream(model, chunk_size=64, keep=keep, prefetch=prefetch, **budgets)
+    for _ in range(3):  # the second and third step reuse every block
+        _, got = streamed(model, ids, ids, 512)
+        assert total_error(got, exact) <= 1.2 * total_error(resident, exact)
+    meters = trunkline.read_meters(model)
+    assert meters.moved > 0
+    accounts = model.forward.tiers.accounts
+    assert all(meters.peaks[tier] <= (account.budget or 0) for tier, account in accounts.items())
+    before = torch.cuda.memory_allocated()
+    trunkline.unstream(model)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_fetches_run_under_compute() -> None:
+    """In a profiler's trace copies into the device overlap kernels, and no sweep waits for the device."""
+    model = build("llama", torch.bfloat16, head_dim=64, hidden_size=512, intermediate_size=2048).cuda()
+    ids = tokens(1, 32_768).cuda()
+    trunkline.stream(model, chunk_size=4_096, device_budget="80MiB", host_budget="2GiB", strategy="streamed")
+    streamed(model, ids, ids)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        streamed(model, ids, ids)
+        torch.cuda.synchronize()
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [e.time_range for e in events if "HtoD" in e.name and e.time_range.elapsed_us() > 20]
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in events if "emcpy" not in e.name)
+    assert copies
+    hidden = sum(any(start < c.end and c.start < end for start, end in kernels) for c in copies)
+    assert hidden / len(copies) > 0.9
+    meters = trunkline.read_meters(model)
+    assert meters.lanes["fetch"].exposed < meters.lanes["fetch"].busy
+
+
+def test_a_host_slab_is_exact_and_given_back() -> None:
+    model = build("llama", torch.bfloat16, head_dim=32).cuda()
+    ids = tokens(1, 700).cuda()
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    trunkline.stream(model, chunk_size=64, device_budget="2MiB", host_budget="33MiB")
+    streamed(model, ids, ids)
+    slab = model.forward.tiers.storage("host")
+    assert slab.memory.numel() == 33 * 2**20
+    # Nothing of the caching allocator, which rounds up to powers of two.
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == pinned
+    assert slab.memory.is_pinned()

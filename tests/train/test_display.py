@@ -18,6 +18,8 @@ from trunkline.train.display import (
     make_display,
     size_text,
     sparkline,
+    step_line,
+    stores_text,
     typical,
 )
 from trunkline.train.estimate import StepEstimate
@@ -26,9 +28,15 @@ from trunkline.train.metrics import StepMetrics
 INFO = RunInfo(headline=["head [1]"], steps=5, log_every=2, num_micro_batches=1, attention_share=0.5)
 
 
-def metrics(step: int, loss: float = 2.0, seconds: float = 10.0) -> StepMetrics:
+LANES = {"fetch": {"bytes": 3e9, "gb_per_second": 1.5, "exposed_seconds": 0.1},
+         "stash": {"bytes": 1e9, "gb_per_second": 0.5, "exposed_seconds": 0.15}}  # fmt: skip
+IDLE = {lane: {"bytes": 0, "gb_per_second": 0.0, "exposed_seconds": 0.0} for lane in LANES}
+
+
+def metrics(step: int, loss: float = 2.0, seconds: float = 10.0, lanes=IDLE) -> StepMetrics:
     parts = {**dict.fromkeys(PARTS, 0.0), "forward": seconds * 0.25, "backward": seconds * 0.75}
-    return StepMetrics(step, loss, 1.5, 3e-4, 1000, 1000 / seconds, 10**12, 10**11, 3 * 2**30, parts)
+    return StepMetrics(step, loss, 1.5, 3e-4, 1000, 1000 / seconds, 10**12, 10**11, 3 * 2**30, parts,
+                       {"device": 2**30, "host": 0, "disk": 2**32}, lanes)  # fmt: skip
 
 
 def walk(num_layers: int = 3, num_chunks: int = 4, num_tiles: int = 2):
@@ -174,3 +182,10 @@ def test_numbers_as_people_read_them():
     assert sparkline([1.0, 1.0], 10) == "▁▁"
     assert len(sparkline(list(range(99)), 10)) == 10
     assert typical([100.0, 1.0, 2.0, 3.0, 2.0, 50.0]) == 2.0
+
+
+def test_what_rests_where_is_shown_where_something_moves():
+    moving = metrics(1, lanes=LANES)
+    assert stores_text(moving) == "device 1.0 GiB   disk 4.0 GiB   fetch 1.5 GB/s   stash 0.5 GB/s   2.5% exposed"
+    assert step_line(moving, 5).endswith("10.0 s  2.5% exposed")
+    assert step_line(metrics(1), 5).endswith("10.0 s")

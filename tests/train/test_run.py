@@ -111,7 +111,7 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, corpus):
     for line in lines:
         assert set(line) == {
             "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "model_flops", "flops_per_second",
-            "peak_memory_bytes", "seconds",
+            "peak_memory_bytes", "seconds", "tiers", "lanes",
         }  # fmt: skip
         assert tuple(line["seconds"]) == PARTS
         total = sum(line["seconds"].values())
@@ -121,11 +121,30 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, corpus):
         assert line["flops_per_second"] == pytest.approx(flops / total)
         assert all(line["seconds"][part] > 0 for part in PARTS)
         assert line["peak_memory_bytes"] > 50 * 2**20
+        assert line["tiers"]["device"] > 0
+        assert all(lane["bytes"] == 0 for lane in line["lanes"].values())
     assert display.ended == 1
     assert display.parts["micro_batch"] == 12
     # Two layers of four chunks, twelve steps.
     assert display.parts["forward"] == 12 * 2 * 4
     assert any("samples of 128 tokens" in line and "Dropped" in line for line in display.info.headline)
+
+
+def test_stores_on_disk_change_no_loss_and_are_in_the_metrics(tmp_path, corpus):
+    reference = train(make(tmp_path, corpus, output=str(tmp_path / "a"), chunk_size=16), Recorder())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    budgets = {"device_budget": "100KiB", "disk": str(scratch), "disk_budget": "64MiB", "inputs_every": 2}
+    other = train(make(tmp_path, corpus, output=str(tmp_path / "b"), chunk_size=16, **budgets), Recorder())
+    assert [s.loss for s in other.steps] == pytest.approx([s.loss for s in reference.steps], rel=1e-4)
+    for line in read_metrics(other.output):
+        assert 0 < line["tiers"]["device"] <= 100 * 2**10
+        assert line["tiers"]["disk"] > 0
+        for lane in ("fetch", "stash"):
+            assert line["lanes"][lane]["bytes"] > 0
+            assert line["lanes"][lane]["gb_per_second"] > 0
+            assert 0 <= line["lanes"][lane]["exposed_seconds"] < sum(line["seconds"].values())
+    assert list(scratch.iterdir()) == []
 
 
 def test_a_run_is_a_function_of_its_seed(tmp_path, corpus):
@@ -145,8 +164,9 @@ def trainer_for(recipe: Recipe, *, streamed: bool = True) -> Trainer:
     model = build_model(recipe, build_config(recipe, encoder), CPU)
     clock, display = PartClock(CPU), Recorder()
     if streamed:
-        trunkline.stream(model, chunk_size=recipe.chunk_size, keep=recipe.keep, progress=Monitor(clock, display))
-    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None)
+        trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
+    meters = trunkline.read_meters if streamed else lambda model: trunkline.Meters({}, {})
+    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, meters)
 
 
 def test_steps_equal_plain_hugging_face(tmp_path, corpus):

@@ -1,15 +1,19 @@
 """The core: attention of one layer over all its chunks, and its gradient, by query chunks.
 
-Chunk i of the queries meets keys/values 0 … i at once, in kernel calls as long as is fast; partial outputs are merged
-in fp32. Backward goes through the chunks in falling order, so that when chunk i is reached every later chunk has
-already left its share of dk_i and dv_i in the fp32 accumulators, and dq_i, dk_i, dv_i come back complete (FPDT, arXiv
-2408.16978, section 4, with the loops turned inside out: queries outside, keys inside).
+Chunk i of the queries meets keys/values 0 … i, in kernel calls as long as is fast; partial outputs are merged in fp32.
+Backward goes through the chunks in falling order, so that when chunk i is reached every later chunk has already left
+its share of dk_i and dv_i in the fp32 accumulators, and dq_i, dk_i, dv_i come back complete (FPDT, arXiv 2408.16978,
+section 4, with the loops turned inside out: queries outside, keys inside).
 
-Keys, values and their accumulators rest on the device, as one buffer each, so that earlier keys are one view of it.
+Keys, values and their accumulators of the first chunks rest on the device, as one buffer each, so that many earlier
+keys are one view of it: as many chunks as the device has room for, all of them where there is no budget (*resident*).
+Those of the other chunks are *streamed*: one kernel call a chunk, while the next is fetched.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +22,55 @@ from torch.autograd.function import once_differentiable
 
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
 from trunkline.attention.merge import merge_
+from trunkline.attention.pairs import Pair, Pairs
 from trunkline.chunking import Chunk, spans
+from trunkline.sequence import ChunkedSequence, Reader
+from trunkline.tiers.stores import Stores
 
 # Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer
 # spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
 SPAN = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The stores of a core: keys, values, outputs, log-sum-exps, gradients of keys and values.
+
+    `live_k` and `live_v` are those of the layer under way, where `k` and `v` are kept for each layer.
+    """
+
+    k: str
+    v: str
+    o: str
+    lse: str
+    dk: str = "dk"
+    dv: str = "dv"
+    live_k: str = ""
+    live_v: str = ""
+
+    @property
+    def live(self) -> tuple[str, str, str, str]:
+        """What a layer under way goes through once for every chunk."""
+        return self.live_k or self.k, self.live_v or self.v, self.dk, self.dv
+
+
+@dataclass(frozen=True, slots=True)
+class _Rectangle:
+    """Keys and values that a chunk of queries meets in one kernel call.
+
+    Attributes:
+        k: (B, K, T, D).
+        v: the same.
+        causal: whether the last of them are the chunk's own.
+        span: their place in the buffers; None for a chunk that is streamed.
+        streamed: that chunk.
+    """
+
+    k: Tensor
+    v: Tensor
+    causal: bool
+    span: tuple[int, int] | None = None
+    streamed: Chunk | None = None
 
 
 class Core:
@@ -33,30 +81,41 @@ class Core:
         kernel: a kernel's name, or `auto`.
         keep_attention: keep output and log-sum-exp of every chunk for the backward sweep.
         keep_kv: keep keys and values for the backward sweep.
+        stores: where what is kept rests.
+        names: of the stores.
     """
 
-    def __init__(self, chunks: list[Chunk], *, kernel: str, keep_attention: bool, keep_kv: bool) -> None:
+    def __init__(
+        self, chunks: list[Chunk], *, kernel: str, keep_attention: bool, keep_kv: bool, stores: Stores, names: Names
+    ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
-        self._outputs: list[tuple[Tensor, Tensor] | None] = [None] * len(chunks)
-        self._k: Tensor | None = None  # (B, K, tokens, D), in the kernel's dtype
-        self._v: Tensor | None = None
-        self._dk: Tensor | None = None  # (B, K, tokens, D), fp32 or wider: the gradient that later queries left
-        self._dv: Tensor | None = None
+        self._kv_complete = (
+            False  # what a backward sweep needs of them is in the buffers and in the later chunks' store
+        )
+        self._capturing = False  # they are taken from a replay, since the forward did not keep them
+        # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
+        self._separate = bool(names.live_k) and stores.placement is not None
+        self.num_resident = stores.num_resident(names.live, len(chunks))
+        self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v))  # in the kernel's dtype
+        self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv))  # fp32 or wider
+        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
+        self._kept_readers: tuple[Reader, ...] = ()
 
     @property
     def needs_kv_pass(self) -> bool:
         """Whether keys/values of the earlier chunks must be computed again before the backward sweep."""
-        return self._k is None and len(self.chunks) > 1
+        return not self._kv_complete and len(self.chunks) > 1
 
     @property
     def nbytes(self) -> int:
         """Bytes held now: outputs and log-sum-exps, keys and values, and their gradients' sums."""
-        tensors = [x for pair in self._outputs if pair is not None for x in pair]
-        return sum(x.nbytes for x in (*tensors, self._k, self._v, self._dk, self._dv) if x is not None)
+        return sum(x.nbytes for x in self._kept) + self._kv.nbytes + self._dkv.nbytes
+
+    # -- the sweeps ----------------------------------------------------------------------------------------------------
 
     def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one chunk in the forward sweep (chunks in rising order).
@@ -71,96 +130,181 @@ class Core:
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
-        self.put(chunk, k, v)
-        o, lse = self._attend(chunk, q, scale)
+        o, lse = self.attend(chunk, q, k, v, scale)
         if self.keep_attention:
-            self._outputs[chunk.index] = (o, lse)
+            for sequence, x in zip(self._kept, (o, lse), strict=True):
+                sequence.stash(chunk.index, x)
         return o
+
+    def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk, keeping neither; see `forward`."""
+        if chunk.index == 0:
+            later = range(self.num_resident, len(self.chunks))
+            self._kv.read_later(j for i in later for j in range(self.num_resident, i))
+        own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
+        return self._attend(chunk, q, own, scale)
+
+    def keep_all(self) -> None:
+        """Keep from now on what the backward sweep will need."""
+        self._capturing = not self.keep_kv
+        self.keep_attention = self.keep_kv = True
 
     def end_forward(self) -> None:
         """Let go of what the backward sweep will not find here."""
+        self._kv.end_reading()
+        self._kv_complete = self.keep_kv and not self._separate
         if not self.keep_kv:
-            self._k = self._v = None
+            self._kv.clear()
+        elif self._separate:
+            self._kv.clear_buffers()
 
-    def put(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Keep keys/values of a chunk, for it and the chunks that come after it."""
-        if self._kernel is None:
-            self._kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], self._kernel_name)
-        k, v = (x.to(self._kernel.compute_dtype(x.dtype)) for x in (k, v))
-        if len(self.chunks) == 1:
-            self._k, self._v = k, v
-            return
-        if self._k is None or self._v is None:
-            tokens = self.chunks[-1].stop
-            self._k, self._v = (x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in (k, v))
-        self._k[:, :, chunk.start : chunk.stop].copy_(k)
-        self._v[:, :, chunk.start : chunk.stop].copy_(v)
+    def restore(self) -> bool:
+        """Have keys and values that were kept back in the buffers; False where they were not kept."""
+        if self.keep_kv and not self._kv_complete:
+            self._kv.restore()
+            self._kv_complete = True
+        return self._kv_complete
+
+    def put(self, chunk: Chunk, k: Tensor, v: Tensor) -> Pair:
+        """Keep keys/values of a chunk, for it and the chunks that come after it; gives them in the kernel's dtype."""
+        own = self._own(k, v)
+        self._kv.put(chunk, own)
+        if self._separate and self.keep_kv:
+            self._kv.save(chunk, own)
+        return own
+
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not."""
+        if chunk.index == 0:
+            self._kept_readers = (self._kept[0].read(range(len(self.chunks))),)
+        if self._capturing and self._separate and chunk.index < self.num_resident:
+            self._kv.save(chunk, self._own(k, v))
+        elif self._capturing:
+            self.put(chunk, k, v)
+        o = self._kept_readers[0].next()
+        if chunk is self.chunks[-1]:
+            self._kept_readers[0].done()
+            self._kept_readers = ()
+        return o
 
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph."""
         o: Tensor = _Replay.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
         return o
 
+    def gradient(
+        self, chunk: Chunk, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v of one chunk (chunks in falling order), whose keys/values are all in the buffers."""
+        assert self.num_resident == len(self.chunks), "keys and values of all chunks must be resident"
+        return self._gradient(chunk, do, q, self._kv.span(chunk.start, chunk.stop), o, lse, scale)
+
+    def _begin_backward(self, k: Tensor, v: Tensor, *, differentiated: bool) -> None:
+        """Before the last chunk's replay, given its keys and values: say what will be read in which order."""
+        first, falling = self.num_resident, range(len(self.chunks) - 1, -1, -1)
+        if not self._kv_complete and first == len(self.chunks):
+            self._kv.put(self.chunks[-1], self._own(k, v))
+        times = (not self.keep_attention) + differentiated  # to compute a chunk's attention again, and its gradient
+        self._kv.read_later(j for i in falling for _ in range(times) for j in range(first, i))
+        if differentiated:
+            self._dkv.read_later((j for i in falling[1:] for j in range(first, i + 1)), take=True)
+        if self.keep_attention:
+            self._kept_readers = tuple(sequence.read(falling, take=True) for sequence in self._kept)
+
+    def _kept_output(self, chunk: Chunk, q: Tensor, own: Pair, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a chunk in the backward sweep."""
+        if not self._kept_readers:
+            return self._attend(chunk, q, own, scale)
+        o, lse = (reader.next() for reader in self._kept_readers)
+        return o, lse
+
+    def _end_backward(self) -> None:
+        for reader in self._kept_readers:
+            reader.done()
+        self._kv.clear()
+        self._dkv.clear()
+
     # -- the two directions of one chunk -------------------------------------------------------------------------------
 
-    def _state(self) -> tuple[Kernel, Tensor, Tensor]:
-        assert self._kernel is not None
-        assert self._k is not None
-        assert self._v is not None
-        return self._kernel, self._k, self._v
+    def _own(self, k: Tensor, v: Tensor) -> Pair:
+        if self._kernel is None:
+            self._kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], self._kernel_name)
+        dtype = self._kernel.compute_dtype(k.dtype)
+        return k.to(dtype), v.to(dtype)
 
-    def _attend(self, chunk: Chunk, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        kernel, k, v = self._state()
-        q_compute = q.to(k.dtype)
+    def _attend(self, chunk: Chunk, q: Tensor, own: Pair, scale: float) -> tuple[Tensor, Tensor]:
+        assert self._kernel is not None
+        q_compute = q.to(own[0].dtype)
         o: Tensor | None = None
         lse: Tensor | None = None
-        for start, stop, causal in self._pieces(chunk, q, None):
-            part, part_lse = kernel.forward(
-                q_compute, k[:, :, start:stop], v[:, :, start:stop], causal=causal, scale=scale
-            )
+        for met in self._rectangles(chunk, q, own, None):
+            part, part_lse = self._kernel.forward(q_compute, met.k, met.v, causal=met.causal, scale=scale)
             o, lse = (part, part_lse) if o is None or lse is None else merge_(o.to(lse.dtype), lse, part, part_lse)
         assert o is not None
         assert lse is not None
         return o.to(q.dtype), lse
 
     def _gradient(
-        self, chunk: Chunk, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scale: float
+        self, chunk: Chunk, do: Tensor, q: Tensor, own: Pair, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel, k, v = self._state()
-        do, q, o = (x.to(k.dtype) for x in (do, q, o))
+        kernel = self._kernel
+        assert kernel is not None
+        do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
+        if len(self.chunks) == 1 == self.num_resident:
+            gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)
+            self._end_backward()
+            return gradients
+        self._dkv.begin_sums(own, lse.dtype)
         dq: Tensor | None = None
-        if len(self.chunks) == 1:
-            dq, dk, dv = kernel.backward(do, q, k, v, o, lse, causal=True, scale=scale)
-            self._k = self._v = None
-            return dq, dk, dv
-        if self._dk is None or self._dv is None:
-            self._dk, self._dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        for start, stop, causal in self._pieces(chunk, q, SPAN):
-            span_k, span_v = k[:, :, start:stop], v[:, :, start:stop]
-            part, part_k, part_v = kernel.backward(do, q, span_k, span_v, o, lse, causal=causal, scale=scale)
+        sums: Pair | None = None
+        for met in self._rectangles(chunk, q, own, SPAN):
+            part, part_k, part_v = kernel.backward(do, q, met.k, met.v, o, lse, causal=met.causal, scale=scale)
             dq = part.to(lse.dtype) if dq is None else dq.add_(part)
-            self._dk[:, :, start:stop] += part_k
-            self._dv[:, :, start:stop] += part_v
+            if met.span is not None:
+                total_k, total_v = self._dkv.span(*met.span)
+                total_k += part_k
+                total_v += part_v
+                continue
+            if chunk is self.chunks[-1]:
+                sums = part_k.to(lse.dtype), part_v.to(lse.dtype)
+            else:
+                total_k, total_v = self._dkv.next_later()
+                sums = total_k.add_(part_k), total_v.add_(part_v)
+            if met.streamed is not chunk:
+                assert met.streamed is not None
+                self._dkv.put(met.streamed, sums)
         assert dq is not None
-        dk, dv = (x[:, :, chunk.start : chunk.stop] for x in (self._dk, self._dv))
+        if chunk.index < self.num_resident:
+            sums = self._dkv.span(chunk.start, chunk.stop)
         if chunk.index == 0:  # the last of a backward sweep
-            self._k = self._v = self._dk = self._dv = None
-        return dq, dk, dv
+            self._end_backward()
+        assert sums is not None
+        return dq, *sums
 
-    def _pieces(self, chunk: Chunk, q: Tensor, span: int | None) -> list[tuple[int, int, bool]]:
-        """Which rectangles of keys one chunk of queries meets, as (start, stop, causal): one kernel call each."""
-        kernel, k, _ = self._state()
+    def _rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[_Rectangle]:
+        """What one chunk of queries meets, one kernel call each, its own keys last."""
+        assert self._kernel is not None
+        k = own[0]
         limit = MAX_ELEMENTS // (k.shape[0] * q.shape[1] * k.shape[3]) - len(chunk)  # H heads: dk may be expanded
         if limit <= 0:
             raise ValueError(
                 f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
                 "chunk_size or a smaller batch."
             )
-        earlier = spans(chunk.start, min(limit, span or limit))
-        if kernel.bottom_right and earlier:
+        resident = chunk.index < self.num_resident
+        earlier = spans(chunk.start if resident else self._kv.tokens, min(limit, longest or limit))
+        last = chunk.start, chunk.stop
+        if resident and earlier and self._kernel.bottom_right:
             *earlier, (start, _) = earlier
-            return [(*piece, False) for piece in earlier] + [(start, chunk.stop, True)]
-        return [(*piece, False) for piece in earlier] + [(chunk.start, chunk.stop, True)]
+            last = start, chunk.stop
+        for span in earlier:
+            yield _Rectangle(*self._kv.span(*span), causal=False, span=span)
+        if resident:
+            yield _Rectangle(*self._kv.span(*last), causal=True, span=last)
+            return
+        for streamed in self.chunks[self.num_resident : chunk.index]:
+            yield _Rectangle(*self._kv.next_later(), causal=False, streamed=streamed)
+        yield _Rectangle(*own, causal=True, streamed=chunk)
 
 
 class _Replay(torch.autograd.Function):
@@ -168,19 +312,24 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Core, chunk: Chunk, scale: float) -> Tensor:
-        if chunk is core.chunks[-1] and not core.keep_kv:
-            core.put(chunk, k, v)
-        kept = core._outputs[chunk.index]
-        core._outputs[chunk.index] = None
-        o, lse = kept if kept is not None else core._attend(chunk, q, scale)
-        ctx.save_for_backward(q, o, lse)
+        streamed = chunk.index >= core.num_resident
+        differentiated = any(ctx.needs_input_grad[:3])
+        if chunk is core.chunks[-1]:
+            core._begin_backward(k, v, differentiated=differentiated)
+        own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
+        o, lse = core._kept_output(chunk, q, own, scale)
+        # Keys and values in the buffers are still there in backward.
+        ctx.save_for_backward(q, o, lse, *(own if streamed else ()))
         ctx.core, ctx.chunk, ctx.scale = core, chunk, scale
         ctx.dtypes = q.dtype, k.dtype, v.dtype
+        if chunk.index == 0 and not differentiated:  # nothing before attention is trained: there will be no backward
+            core._end_backward()
         return o.view_as(o)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-        q, o, lse = ctx.saved_tensors
-        gradients = ctx.core._gradient(ctx.chunk, do, q, o, lse, ctx.scale)
+        q, o, lse, *own = ctx.saved_tensors
+        own = own or ctx.core._kv.span(ctx.chunk.start, ctx.chunk.stop)
+        gradients = ctx.core._gradient(ctx.chunk, do, q, tuple(own), o, lse, ctx.scale)
         return *(x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None

@@ -9,6 +9,7 @@ Shapes: q (B, H, C, D), k and v (B, K, T, D) with H a multiple of K; key/value h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -201,6 +202,35 @@ class CudaFlashKernel:
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
+class VirtualKernel:
+    """Another kernel's shapes and dtypes, for tensors on the `meta` device: it computes nothing and takes no scratch.
+
+    Args:
+        like: the kernel whose place it takes; None is one that computes in the dtype it is given.
+    """
+
+    name = "virtual"
+
+    def __init__(self, like: Kernel | None = None) -> None:
+        self._like = like
+        self.bottom_right = like is None or like.bottom_right
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the other kernel."""
+        return dtype if self._like is None else self._like.compute_dtype(dtype)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        return q.new_empty(*q.shape[:3], v.shape[3]), lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 # The arguments that each private operator must have, in this order, for its kernel to be offered.
 _SCHEMAS: dict[str, tuple[str, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("query", "key", "value", "dropout_p", "is_causal"),
@@ -263,6 +293,16 @@ _KERNELS: dict[str, tuple[Callable[[], Kernel], Callable[[torch.device, torch.dt
 NAMES = ("auto", *_KERNELS)
 
 
+def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str) -> Kernel | None:
+    """The kernel whose place a virtual one takes: `auto` is a CUDA device's, None its flash attention."""
+    if name == "auto":
+        half = dtype in (torch.float16, torch.bfloat16)
+        return None if half and head_dim == value_dim and head_dim <= 256 and head_dim % 8 == 0 else MathKernel()
+    if name == "cpu_flash":
+        return resolve(torch.device("cpu"), dtype, head_dim, value_dim)
+    return _KERNELS[name][0]()
+
+
 def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, name: str = "auto") -> Kernel:
     """The kernel for these tensors.
 
@@ -276,11 +316,16 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: 
     Raises:
         ValueError: the kernel asked for by name cannot do it.
     """
+    if device.type == "meta":
+        return VirtualKernel(_imagined(dtype, head_dim, value_dim, name))
     candidates = list(_KERNELS) if name == "auto" else [name]
     reason = None
     for candidate in candidates:
         make, why_not = _KERNELS[candidate]
-        reason = why_not(device, dtype, head_dim, value_dim)
+        refused, reason = reason, why_not(device, dtype, head_dim, value_dim)
         if reason is None:
+            if candidate == "math" and name == "auto" and device.type == "cuda":
+                warnings.warn(f"attention is computed by plain matrix products, several times slower than by flash "
+                              f"attention: {refused}.", stacklevel=2)  # fmt: skip
             return make()
     raise ValueError(f"kernel={name!r} cannot serve this model: {reason}. Use kernel='auto'.")

@@ -115,11 +115,25 @@ def _explained(error: Exception) -> int | None:
     if isinstance(error, ValueError) and _raised_here(error):
         _say(f"error: {error}", error)
         return 2
-    loop = sys.modules.get("trunkline.train.loop")
-    if loop is not None and isinstance(error, loop.TrainingDivergedError):
-        _say(f"error: {error}", error)
+    for module, name in (("trunkline.train.loop", "TrainingDivergedError"), ("trunkline.tiers.storage", "TierError")):
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            _say(f"error: {error}", error)
+            return 1
+    signs = ("out of memory", "not enough memory", "can't allocate memory")  # PyTorch's, on CUDA and on CPUs
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(s in str(error) for s in signs)):
+        _say(f"error: out of memory: {str(error).partition('. ')[0]}. {_MEMORY}", error)
+        return 1
+    if isinstance(error, OSError):
+        _say(f"error: {error.strerror or error}: {error.filename or 'no file is named'}.", error)
         return 1
     return None
+
+
+_MEMORY = (
+    "Use a smaller chunk_size, keep [] and inputs_every 4, set device_budget with host_budget or disk, or lower "
+    "context; optimizer.fp32_master false saves memory of bfloat16 models."
+)
 
 
 def _raised_here(error: BaseException) -> bool:

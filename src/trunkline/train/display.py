@@ -214,6 +214,8 @@ class LiveDisplay:
             table.add_row("loss", f"{line:{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
             speed = f"{last.tokens_per_second:,.0f} tokens/s   {flops_text(last.flops_per_second)}"
             table.add_row("speed", f"{speed}   {size_text(last.peak_memory_bytes)} peak")
+            if last.bytes_moved:
+                table.add_row("stores", stores_text(last))
             table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
         return Panel(table, box=ROUNDED, border_style="dim", expand=False)
 
@@ -247,7 +249,15 @@ def step_line(metrics: StepMetrics, steps: int) -> str:
     return (
         f"step {metrics.step:>{width}}/{steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
         f"lr {metrics.lr:.2e}  {metrics.tokens_per_second:,.0f} tokens/s  {metrics.total_seconds:.1f} s"
+        + (f"  {metrics.exposed_share:.1%} exposed" if metrics.bytes_moved else "")
     )
+
+
+def stores_text(metrics: StepMetrics) -> str:
+    """Return what rests where, how fast it moves, and how much of the step compute waited for it."""
+    held = "   ".join(f"{tier} {size_text(peak)}" for tier, peak in metrics.tiers.items() if peak)
+    speeds = "   ".join(f"{name} {lane['gb_per_second']:.1f} GB/s" for name, lane in metrics.lanes.items())
+    return f"{held}   {speeds}   {metrics.exposed_share:.1%} exposed"
 
 
 def clock_text(seconds: float) -> str:

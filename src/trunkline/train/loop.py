@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from trunkline.data import SampleOrder, Samples
+from trunkline.streaming import read_meters
+from trunkline.tiers.meters import Meters
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display
 from trunkline.train.estimate import SweepPosition
-from trunkline.train.metrics import StepMetrics, peak_memory_bytes, start_peak
+from trunkline.train.metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import Recipe
 
@@ -53,6 +56,7 @@ class Trainer:
         display: Told about micro-batches.
         device: Where the model is.
         flops_per_sample: Model FLOPs of one sample, None if unknown.
+        read_meters: Reads what the model's stores held and moved.
     """
 
     recipe: Recipe
@@ -63,6 +67,7 @@ class Trainer:
     display: Display
     device: torch.device
     flops_per_sample: int | None
+    read_meters: Callable[[nn.Module], Meters] = read_meters
 
     def __post_init__(self) -> None:
         self._order = SampleOrder(len(self.samples), self.recipe.seed)
@@ -118,6 +123,7 @@ class Trainer:
         recipe = self.recipe
         total = sum(seconds.values())
         num_samples = recipe.batch_size * recipe.gradient_accumulation
+        meters = self.read_meters(self.model)
         flops = None if self.flops_per_sample is None else self.flops_per_sample * num_samples
         return StepMetrics(
             step=index + 1,
@@ -130,6 +136,8 @@ class Trainer:
             flops_per_second=None if flops is None else flops / total,
             peak_memory_bytes=peak_memory_bytes(self.device),
             seconds=seconds,
+            tiers={str(tier): peak for tier, peak in meters.peaks.items()},
+            lanes={lane: lane_record(traffic) for lane, traffic in meters.lanes.items()},
         )
 
     def _require_finite(self, value: float, what: str, index: int) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from trunkline.lanes import Traffic
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -26,6 +28,9 @@ class StepMetrics:
         flops_per_second: These over the seconds of all parts.
         peak_memory_bytes: CUDA: most memory allocated in the step; CPU: most resident memory of the process so far.
         seconds: Seconds of each part: data, embed, forward, head, backward, optimizer.
+        tiers: Most bytes that the engine held in each tier: device, host, disk.
+        lanes: Of fetch and stash: `bytes` moved, `gb_per_second` (10^9 bytes) while the lane worked, and
+            `exposed_seconds` that compute waited for it.
     """
 
     step: int
@@ -38,6 +43,18 @@ class StepMetrics:
     flops_per_second: float | None
     peak_memory_bytes: int
     seconds: dict[str, float]
+    tiers: dict[str, int]
+    lanes: dict[str, dict[str, float]]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes over all lanes."""
+        return int(sum(lane["bytes"] for lane in self.lanes.values()))
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step that compute waited for the lanes."""
+        return sum(lane["exposed_seconds"] for lane in self.lanes.values()) / self.total_seconds
 
     @property
     def total_seconds(self) -> float:
@@ -47,6 +64,15 @@ class StepMetrics:
     def to_json(self) -> str:
         """Return the record as one line of JSON."""
         return json.dumps(asdict(self), allow_nan=False)
+
+
+def lane_record(traffic: Traffic) -> dict[str, float]:
+    """Return what `StepMetrics.lanes` says of a lane."""
+    return {
+        "bytes": traffic.moved,
+        "gb_per_second": traffic.gigabytes_per_second,
+        "exposed_seconds": traffic.exposed,
+    }
 
 
 class MetricsFile:

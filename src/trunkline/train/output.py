@@ -70,7 +70,9 @@ class OutputFolder:
         self._metrics.close()
         model.save_pretrained(self.partial / MODEL)  # type: ignore[operator]
         tokenizer.save_pretrained(self.partial / MODEL)
-        (self.partial / RECIPE).write_text(dump_recipe(self.recipe), encoding="utf-8")
+        (self.partial / RECIPE).write_text(
+            dump_recipe(self.recipe.model_copy(update={"overwrite": False})), encoding="utf-8"
+        )
         # Looked at again: hours may have passed since the start.
         check_output(self.path, overwrite=self.recipe.overwrite)
         if self.path.exists():

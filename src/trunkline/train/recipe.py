@@ -6,10 +6,12 @@ explains it. Lengths and sizes are global: of the whole sequence and the whole b
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from trunkline.config import StreamConfig
 from trunkline.train.presets import PRESETS
 
 
@@ -111,6 +113,24 @@ class Recipe(_Section):
         default=("attention",),
         description="what stays between forward and backward: [], [attention], [kv], [attention, kv]",
     )
+    strategy: Literal["auto", "resident", "head_groups", "streamed"] = Field(
+        default="auto", description="how attention goes where not all fits: auto takes the first that does"
+    )
+    inputs_every: Count = Field(
+        default=1, description="only the input of every N-th layer stays; those between are computed again"
+    )
+    device_budget: int | str | None = Field(
+        default=None,
+        description="most bytes kept on the device, such as 20GiB; what does not fit goes to host and disk",
+    )
+    host_budget: int | str | None = Field(default=None, description="most bytes kept in host memory")
+    disk: str | None = Field(
+        default=None, description="folder for a scratch file, for what host memory has no room for"
+    )
+    disk_budget: int | str | None = Field(default=None, description="most bytes in it; null for what is free")
+    prefetch: Count = Field(
+        default=2, description="tensors of one store on the device at a time; 1 turns double buffering off"
+    )
     batch_size: Count = Field(default=1, description="samples of one micro-batch")
     gradient_accumulation: Count = Field(default=1, description="micro-batches of one step")
     steps: Count = Field(description="optimizer steps")
@@ -137,6 +157,17 @@ class Recipe(_Section):
         if len(set(value)) != len(value):
             raise ValueError("names the same thing twice")
         return value
+
+    @model_validator(mode="after")
+    def _can_stream(self) -> Self:
+        StreamConfig(**{**self.stream_settings, "keep": frozenset(self.keep)})
+        return self
+
+    @property
+    def stream_settings(self) -> dict[str, Any]:
+        """The settings that are those of `trunkline.stream`, by name."""
+        names = {field.name for field in dataclasses.fields(StreamConfig)} & set(type(self).model_fields)
+        return {name: getattr(self, name) for name in names}
 
     @field_validator("device")
     @classmethod

@@ -61,7 +61,7 @@ def train(recipe: Recipe, display: Display) -> RunResult:
     model = build_model(recipe, config, device)
     flops = _flops(model, recipe.context, display)
     clock = PartClock(device)
-    trunkline.stream(model, chunk_size=recipe.chunk_size, keep=recipe.keep, progress=Monitor(clock, display))
+    trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
     trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops)
     info = RunInfo(
         headline=_headline(recipe, model, device, samples.report),

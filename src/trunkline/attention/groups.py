@@ -1,0 +1,205 @@
+"""The core by head groups: where a layer's keys and values do not fit on the device, those of a few heads do.
+
+Streamed chunk by chunk, every chunk of queries has all earlier keys fetched again: traffic grows with the square of the
+sequence. Here the heads are cut into groups that do not meet each other, and each group goes through all its chunks
+with its keys and values resident: everything moves in and out a fixed number of times. The price is that the layer is
+run in two halves, projections first and the rest after, so that projections are computed twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trunkline.attention.core import Core, Names
+from trunkline.chunking import Chunk
+from trunkline.sequence import ChunkedSequence, Reader
+from trunkline.tiers.stores import Stores
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNames:
+    """The stores of one group of heads: queries, keys, values, output's gradients, outputs, log-sum-exps."""
+
+    q: str
+    k: str
+    v: str
+    do: str
+    o: str
+    lse: str
+
+
+class HeadGroupsCore:
+    """Attention of one layer over the chunks of one forward pass, head group by head group.
+
+    In the forward: `project` for every chunk, `attend`, then `recall` for every chunk. In the backward `replay` for
+    every chunk, `differentiate`, then `gradients` for every chunk; before that, where outputs were not kept, the first
+    two.
+
+    Args:
+        chunks: the chunks of the sequence.
+        kernel: a kernel's name, or `auto`.
+        keep_attention: keep outputs and log-sum-exps for the backward.
+        stores: where everything rests.
+        names: of the stores of each group.
+        inner: of the stores in which one group's keys, values and their gradients are resident.
+    """
+
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        *,
+        kernel: str,
+        keep_attention: bool,
+        stores: Stores,
+        names: list[GroupNames],
+        inner: Names,
+    ) -> None:
+        self.chunks = chunks
+        self.keep_attention = keep_attention
+        self._kernel = kernel
+        self._stores = stores
+        self._inner = inner
+        self._scale = 0.0
+        count = len(chunks)
+        kinds = [field.name for field in dataclasses.fields(GroupNames)]
+        self._groups = [
+            {kind: ChunkedSequence(count, stores, getattr(group, kind)) for kind in kinds} for group in names
+        ]
+        self._readers: list[Reader] = []
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def project(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        """Store a chunk's queries (B, H, C, D), keys and values (B, K, C, D)."""
+        self._scale = scale
+        self._stash(chunk, ("q", "k", "v"), (q, k, v))
+
+    def attend(self) -> None:
+        """All attention of the layer. Queries, keys and values are let go."""
+        rising = range(len(self.chunks))
+        for group in self._groups:
+            core = self._core()
+            for chunk, q, k, v in self._read(group, ("q", "k", "v"), rising, take=True):
+                o, lse = core.attend(chunk, q, k, v, self._scale)
+                group["o"].stash(chunk.index, o)
+                group["lse"].stash(chunk.index, lse)
+            core.end_forward()
+
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output (B, H, C, D) of a chunk, chunks in rising order; kept if it is to be kept."""
+        if chunk.index == 0:
+            self._read_outputs(range(len(self.chunks)), take=not self.keep_attention)
+        o = self._next_output()
+        if chunk is self.chunks[-1]:
+            self._end_reading()
+        return o
+
+    def keep_all(self) -> None:
+        """Keep from now on what the backward will need."""
+        self.keep_attention = True
+
+    def end_forward(self) -> None:
+        """Let go of what the backward will not find here."""
+        if not self.keep_attention:
+            for group in self._groups:
+                group["lse"].clear()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on."""
+        if chunk is self.chunks[-1]:
+            self._read_outputs(range(len(self.chunks) - 1, -1, -1), take=False)
+        o: Tensor = _Take.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
+        return o
+
+    def differentiate(self) -> bool:
+        """All gradients of the layer's attention, in place of queries, keys and values; False if none are wanted."""
+        if not any(group["do"].nbytes for group in self._groups):  # nothing before attention is trained
+            self.clear()
+            return False
+        rising, falling = range(len(self.chunks)), range(len(self.chunks) - 1, -1, -1)
+        for group in self._groups:
+            core = self._core()
+            for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
+                core.put(chunk, k, v)
+            kept = self._read(group, ("q", "do", "o", "lse"), falling, take=True)
+            for chunk, q, do, o, lse in kept:
+                gradients = core.gradient(chunk, do, q, o, lse, self._scale)
+                for kind, gradient in zip(("q", "k", "v"), gradients, strict=True):
+                    group[kind].stash(chunk.index, gradient.to(q.dtype))
+        return True
+
+    def clear(self) -> None:
+        """Hold nothing any longer."""
+        for group in self._groups:
+            for sequence in group.values():
+                sequence.clear()
+
+    def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a chunk's queries, keys and values, chunks in falling order."""
+        if chunk is self.chunks[-1]:
+            falling = range(len(self.chunks) - 1, -1, -1)
+            self._readers = [g[kind].read(falling, take=True) for kind in ("q", "k", "v") for g in self._groups]
+        tensors = [reader.next() for reader in self._readers]
+        count = len(self._groups)
+        dq, dk, dv = (torch.cat(tensors[i : i + count], 1) for i in range(0, 3 * count, count))
+        if chunk.index == 0:
+            self._end_reading()
+        return dq, dk, dv
+
+    # -- stores --------------------------------------------------------------------------------------------------------
+
+    def _core(self) -> Core:
+        return Core(self.chunks, kernel=self._kernel, keep_attention=False, keep_kv=False, stores=self._stores,
+                    names=self._inner)  # fmt: skip
+
+    def _stash(self, chunk: Chunk, kinds: Iterable[str], tensors: Iterable[Tensor]) -> None:
+        for kind, x in zip(kinds, tensors, strict=True):
+            for group, part in zip(self._groups, x.detach().tensor_split(len(self._groups), 1), strict=True):
+                # Of its own: a view would keep the other groups' heads in memory.
+                group[kind].stash(chunk.index, part.clone(memory_format=torch.contiguous_format))
+
+    def _read(
+        self, group: dict[str, ChunkedSequence], kinds: Iterable[str], order: range, *, take: bool
+    ) -> Iterable[tuple[Any, ...]]:
+        readers = (group[kind].read(order, take=take) for kind in kinds)
+        return zip((self.chunks[i] for i in order), *readers, strict=True)
+
+    def _read_outputs(self, order: range, *, take: bool) -> None:
+        self._readers = [group["o"].read(order, take=take) for group in self._groups]
+
+    def _next_output(self) -> Tensor:
+        return torch.cat([reader.next() for reader in self._readers], 1)
+
+    def _end_reading(self) -> None:
+        for reader in self._readers:
+            reader.done()
+        self._readers = []
+
+
+class _Take(torch.autograd.Function):
+    """Hands out a chunk's output, and takes its gradient for later."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: HeadGroupsCore, chunk: Chunk, scale: float) -> Tensor:
+        core._scale = scale
+        core._stash(chunk, ("q", "k", "v"), (q, k, v))
+        ctx.core, ctx.chunk = core, chunk
+        o = core._next_output()
+        if chunk.index == 0:
+            core._end_reading()
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[None, ...]:
+        ctx.core._stash(ctx.chunk, ("do",), (do,))
+        return None, None, None, None, None, None

@@ -1,0 +1,50 @@
+"""Lanes as threads: one worker each. Reading and writing files, and copying memory, let go of the interpreter."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from trunkline.lanes import LANES, LaneName, Move, Traffic, flat_bytes, succeed
+from trunkline.tiers.storage import Block
+
+
+class ThreadLanes:
+    """Lanes for tensors in host memory. Futures are the events: a fetch waits for its stash in its own thread."""
+
+    def __init__(self) -> None:
+        self.traffic: dict[LaneName, Traffic] = {lane: Traffic() for lane in LANES}
+        self._workers = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"trunkline-{lane}") for lane in LANES}
+
+    def prepare(self, nbytes: int) -> None:
+        """See `Lanes.prepare`: there is nothing to get ready."""
+
+    def stash(self, x: Tensor, block: Block) -> Move:
+        """See `Lanes.stash`."""
+        return Move("stash", x, block, x.nbytes, self._workers["stash"].submit(self._carry, "stash", x, block, None))
+
+    def fetch(self, block: Block, into: Tensor, after: Move) -> Move:
+        """See `Lanes.fetch`."""
+        work = self._workers["fetch"].submit(self._carry, "fetch", into, block, after.handle)
+        return Move("fetch", into, block, into.nbytes, work)
+
+    def _carry(self, lane: LaneName, x: Tensor, block: Block, after: Future[None] | None) -> None:
+        if after is not None:
+            after.result()
+        start = time.perf_counter()
+        (block.storage.write if lane == "stash" else block.storage.read)(block, flat_bytes(x))
+        traffic = self.traffic[lane]
+        traffic.moved += x.nbytes
+        traffic.busy += time.perf_counter() - start
+
+    def finish(self, move: Move) -> None:
+        """See `Lanes.finish`."""
+        start = time.perf_counter()
+        succeed(move.handle)
+        self.traffic[move.lane].exposed += time.perf_counter() - start
+        move.tensor = None
+
+    def drain(self) -> None:
+        """See `Lanes.drain`: nothing to do, since a lane is a queue, and tensors under way are held by their moves."""

@@ -1,0 +1,80 @@
+"""A run: one forward pass and what it keeps for its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from trunkline.attention.core import Core
+from trunkline.attention.groups import HeadGroupsCore
+from trunkline.chunking import Chunk
+from trunkline.conditions import Conditions
+from trunkline.config import Progress, StreamConfig
+from trunkline.decoder import Batch, Decoder
+from trunkline.gradients import GradientSums
+from trunkline.keeping import INNER, Layout
+from trunkline.sequence import ChunkedSequence
+from trunkline.tiers.stores import Stores
+
+
+@dataclass(slots=True)
+class Run:
+    """One forward pass. It owns what it keeps until its backward; several may be outstanding."""
+
+    decoder: Decoder
+    config: StreamConfig
+    batch: Batch
+    conditions: Conditions
+    chunks: list[Chunk]
+    layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
+    other_parameters: list[Parameter]
+    watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
+    stores: Stores
+    inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
+    cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
+    sums: GradientSums = field(default_factory=GradientSums)
+    dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
+    lowest: int | None = None  # layer that backward must reach, -1 the embedding; None where only the head is trained
+    head_groups: int = 1  # in which attention is computed, one after another
+    divisor: Tensor | None = None  # what backward divides the head's sums by; None where the head has done it
+
+    @property
+    def layout(self) -> Layout:
+        """Names of what is kept."""
+        first = None if self.lowest is None else max(self.lowest, 0)
+        return Layout(self.config, self.decoder.num_layers, first, self.head_groups)
+
+    @property
+    def rising(self) -> range:
+        """Chunks as a forward sweep meets them."""
+        return range(len(self.chunks))
+
+    @property
+    def falling(self) -> range:
+        """Chunks as a backward sweep meets them."""
+        return range(len(self.chunks) - 1, -1, -1)
+
+    def sequence(self, name: str) -> ChunkedSequence:
+        """An empty sequence in the store of that name."""
+        return ChunkedSequence(len(self.chunks), self.stores, name)
+
+    def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
+        """A core for a layer, whose outputs, or keys and values, are kept."""
+        layout = self.layout
+        common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores}
+        if self.head_groups > 1:
+            return HeadGroupsCore(self.chunks, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
+        return Core(self.chunks, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
+
+    @staticmethod
+    def scaled(x: Tensor, factor: Tensor) -> Tensor:
+        """A tensor times a 0-dim factor of a wider dtype, rounded once."""
+        return (x.to(factor.dtype) * factor).to(x.dtype)
+
+    def report(self, part: Literal["embed", "forward", "head", "backward"], layer: int, chunk: int, total: int) -> None:
+        """Tell the user where the step is."""
+        if self.config.progress is not None:
+            self.config.progress(Progress(part, layer, self.decoder.num_layers, chunk, total))

@@ -1,0 +1,71 @@
+"""Bytes of a tier: what is held, the most that ever was, and the budget that it may not pass."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+TierName = Literal["device", "host", "disk"]
+TIERS: tuple[TierName, ...] = ("device", "host", "disk")
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
+          **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)}}  # fmt: skip
+
+
+def parse_bytes(setting: str, value: int | str | None) -> int | None:
+    """A number of bytes, given as such or as "24GiB" (1024-based), "24GB" (1000-based).
+
+    Args:
+        setting: its name, for the message.
+        value: what the user gave; None stays None.
+
+    Raises:
+        ValueError: it is not a number of bytes.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{setting}={value!r}: give a number of bytes, or one with a unit, such as '24GiB' or '500MB'.")
+
+
+def in_units(nbytes: int) -> str:
+    """A number of bytes for people, in 1024-based units."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"
+
+
+class Account:
+    """The bytes that the engine holds in one tier.
+
+    Args:
+        name: of the tier.
+        budget: most bytes it may hold; None is no limit.
+    """
+
+    def __init__(self, name: TierName, budget: int | None = None) -> None:
+        self.name = name
+        self.budget = budget
+        self.held = 0
+        self.peak = 0
+
+    def hold(self, nbytes: int) -> None:
+        """Count bytes in. The placement has seen to it that they fit: past the budget is a defect of ours."""
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+        assert self.budget is None or self.held <= self.budget, (
+            f"{self.name}: {self.held} bytes held, {self.budget} budgeted"
+        )
+
+    def release(self, nbytes: int) -> None:
+        """Count bytes out."""
+        self.held -= nbytes
+        assert self.held >= 0, f"{self.name}: more bytes released than held"

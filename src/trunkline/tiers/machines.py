@@ -1,0 +1,105 @@
+"""Tiers as a machine has them: what a device of each type can use beyond itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from trunkline.config import StreamConfig
+from trunkline.lanes import Lanes
+from trunkline.lanes.cuda import CudaLanes
+from trunkline.lanes.thread import ThreadLanes
+from trunkline.lanes.virtual import VirtualLanes
+from trunkline.tiers.account import TierName
+from trunkline.tiers.storage import HostSlab, ScratchFile, Storage, VirtualStorage
+from trunkline.tiers.stores import Backend, Tiers
+
+
+class CpuBackend:
+    """Host memory is the device; files are reached by threads.
+
+    Args:
+        folder: for the scratch file.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def lanes(self) -> Lanes:
+        """See `Backend.lanes`."""
+        return ThreadLanes()
+
+    def storage(self, tier: TierName, nbytes: int) -> Storage:
+        """See `Backend.storage`."""
+        assert tier == "disk"
+        assert self._folder is not None
+        return ScratchFile(self._folder, nbytes)
+
+
+class CudaBackend:
+    """Host memory in one registered slab; files behind it.
+
+    Args:
+        device: the device.
+        folder: for the scratch file.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self._device = device
+        self._folder = folder
+
+    def lanes(self) -> Lanes:
+        """See `Backend.lanes`."""
+        return CudaLanes(self._device)
+
+    def storage(self, tier: TierName, nbytes: int) -> Storage:
+        """See `Backend.storage`."""
+        if tier == "host":
+            return HostSlab(nbytes, self._device)
+        assert self._folder is not None
+        return ScratchFile(self._folder, nbytes)
+
+
+class VirtualBackend:
+    """Nothing at all, for tensors on the `meta` device."""
+
+    def lanes(self) -> Lanes:
+        """See `Backend.lanes`."""
+        return VirtualLanes()
+
+    def storage(self, tier: TierName, nbytes: int) -> Storage:
+        """See `Backend.storage`."""
+        return VirtualStorage(nbytes)
+
+
+def tiers_for(device: torch.device, config: StreamConfig, *, virtual: bool = False) -> Tiers:
+    """The tiers of a model on a device.
+
+    Args:
+        device: its own.
+        config: with the budgets.
+        virtual: nothing is to be allocated or moved.
+
+    Raises:
+        ValueError: budgets are set for a type of device that has no lanes.
+    """
+    device_budget, host_budget, disk_budget = config.budgets
+    folder = None if config.disk is None else Path(config.disk)
+    if folder is not None and disk_budget is None:
+        disk_budget = shutil.disk_usage(folder).free
+    if device.type == "cpu":  # host memory is the device
+        if device_budget is not None or host_budget is not None:
+            device_budget = (device_budget or 0) + (host_budget or 0)
+        host_budget = None
+    elif device_budget is None and host_budget is not None:
+        raise ValueError(
+            f"host_budget has no effect on {device.type} without a device_budget, beyond which chunks leave the "
+            "device: set one."
+        )
+    elif device.type != "cuda" and device_budget is not None:
+        raise ValueError(f"device_budget is for CPU and CUDA devices, not for {device.type}: leave it out.")
+    backend: Backend = CudaBackend(device, folder) if device.type == "cuda" else CpuBackend(folder)
+    backend = VirtualBackend() if virtual else backend
+    return Tiers({"device": device_budget, "host": host_budget, "disk": disk_budget}, backend, config.prefetch)

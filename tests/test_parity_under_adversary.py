@@ -1,0 +1,52 @@
+"""The whole parity suite once more, with every run's stores spread over tiers whose lanes are the adversary's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import test_parity
+import torch
+from adversary import AdversaryBackend
+from test_parity import *  # noqa: F403
+
+from trunkline.config import StreamConfig
+from trunkline.tiers.placement import Placement, Request, _transit
+from trunkline.tiers.stores import Tiers
+
+# Resident on purpose, or about something else than what a run keeps.
+del test_any_shape  # noqa: F821 - has a test of its own in test_budgets
+del test_bf16_is_no_worse_than_transformers  # noqa: F821 - statistics over models, slow
+
+
+class Squeezed(Tiers):
+    """Every run gets a budget of its own: between what it needs at least and what it would like."""
+
+    def __init__(self, seed: int, prefetch: int) -> None:
+        super().__init__({"device": 2**40, "host": 20_000, "disk": 2**23}, AdversaryBackend(seed), prefetch)
+        self._random = random.Random(seed)
+
+    def place(self, requests: Sequence[Request], *, chunk_size: int) -> Placement:
+        if requests[0].group == "inner":  # another try for the same run
+            return super().place(requests, chunk_size=chunk_size)
+        everything = sum(request.nbytes for request in requests)
+        least = _transit(requests)
+        self.accounts["device"].budget = int(least + self._random.random() * max(everything - least, 0))
+        for _ in range(20):
+            try:
+                return super().place(requests, chunk_size=chunk_size)
+            except ValueError:  # other runs are outstanding
+                self.accounts["device"].budget += everything
+        raise AssertionError("no budget is enough")
+
+
+@pytest.fixture(autouse=True, params=range(2))
+def _adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiers_for(device: torch.device, config: StreamConfig) -> Tiers:
+        return Squeezed(request.param, 2 + request.param)
+
+    monkeypatch.setattr("trunkline.streaming.tiers_for", tiers_for)
+
+
+assert test_parity.__doc__

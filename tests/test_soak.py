@@ -1,0 +1,29 @@
+"""What takes too long for every change: `make soak`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from test_budgets import ANYTHING, check_any_budget
+
+pytestmark = pytest.mark.soak
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_memory_does_not_grow_at_fixed_budgets(tmp_path: Path) -> None:
+    """16K to 64K tokens, everything beyond its budget on disk: the peak of the resident set, within 5%."""
+    arguments = ["--lengths", "16384", "65536", "--hidden", "64", "--disk", tmp_path, "--out", tmp_path / "flat.json"]
+    command = [sys.executable, str(BENCHMARKS / "flat_memory.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@settings(max_examples=2_000, deadline=None)
+@given(**ANYTHING)
+def test_many_seeds_of_the_adversary(**choice: Any) -> None:
+    check_any_budget(**choice)
