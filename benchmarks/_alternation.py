@@ -1,0 +1,59 @@
+"""Things to time in alternation, and what every script of this folder writes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def alternate(
+    things: Mapping[str, Callable[[], float]], rounds: int, tell: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Run everything once a round, in an order that is rotated from round to round.
+
+    Args:
+        things: by name; each runs and returns its seconds.
+        rounds: how many.
+        tell: told each measurement.
+
+    Returns:
+        Seconds of each, one a round.
+    """
+    names = list(things)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(things[name]())
+            tell(f"round {number + 1}: {name} {seconds[name][-1]:.2f} s")
+    return seconds
+
+
+def median(samples: list[float]) -> float:
+    """The median."""
+    return statistics.median(samples)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
+    return {
+        "processor": model or platform.processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write all figures and raw samples."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")

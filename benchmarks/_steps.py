@@ -1,0 +1,58 @@
+"""Steps of one model under several settings, in alternation, with what their stores held and moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from _alternation import alternate, median
+from _variants import Setup, prepare, step, tokens
+
+import trunkline
+
+
+def smallest_budget(model: Any, length: int, **settings: Any) -> int:
+    """The smallest device budget that a step of so many tokens accepts, found out by rehearsing it."""
+    low, high = 1, 2**34
+    while high - low > 4_096:
+        middle = (low + high) // 2
+        try:
+            trunkline.rehearse(model, length, device_budget=middle, disk_budget=2**50, **settings)
+        except ValueError:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def measure_steps(
+    setup: Setup, base: Any, length: int, runs: int, variants: Mapping[str, dict[str, Any]], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Seconds, exposed seconds, bytes moved and peaks of steps with each variant's settings of `stream`."""
+    models = {name: prepare(base, "attention", setup, **settings) for name, settings in variants.items()}
+    meters: dict[str, list[trunkline.Meters]] = {name: [] for name in models}
+    ids_BS = tokens(setup, length)
+
+    def timed(name: str) -> Callable[[], float]:
+        def run() -> float:
+            trunkline.read_meters(models[name])
+            seconds = step(models[name], ids_BS).seconds
+            meters[name].append(trunkline.read_meters(models[name]))
+            return seconds
+
+        return run
+
+    for model in models.values():
+        step(model, tokens(setup, 2 * int(setup.chunk_size)))
+    seconds = alternate({name: timed(name) for name in models}, runs, tell)
+    return {
+        "seconds": seconds,
+        "exposed": {n: [sum(t.exposed for t in m.lanes.values()) for m in each] for n, each in meters.items()},
+        "moved": {n: each[-1].moved for n, each in meters.items()},
+        "peaks": {n: each[-1].peaks for n, each in meters.items()},
+    }
+
+
+def exposed_share(found: Mapping[str, Any], name: str) -> float:
+    """Share of a step that compute waited for its lanes: the median over the rounds."""
+    return median([e / s for e, s in zip(found["exposed"][name], found["seconds"][name], strict=True)])

@@ -1,0 +1,140 @@
+"""What each `keep` and `inputs_every` holds and costs: bytes a token against the formula, and seconds of a step.
+
+The bytes are those that the engine counts itself (stores on the device, at their peak), everything resident; the
+formula is that of docs/how-it-works.md. Seconds are medians of alternating rounds, shown as ratios to the default.
+
+    python benchmarks/keep.py --length 16384 --runs 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _alternation import alternate, median, write_json
+from _variants import KEEPS, Setup, build, prepare, step, tokens
+from rich.console import Console
+from rich.table import Table
+
+import trunkline
+
+EVERY = (1, 2, 4, 8)
+DEFAULT = "attention, 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One combination."""
+
+    keep: str
+    every: int
+
+    @property
+    def name(self) -> str:
+        """As the table says it."""
+        return f"{self.keep}, {self.every}"
+
+    def bytes_per_token(self, setup: Setup, itemsize: int = 4) -> float:
+        """What the design's table says, all layers and the live one.
+
+        Kept: inputs of every g-th layer, outputs and log-sum-exps, keys and values. Live: inputs, and what else was not
+        kept, of one group; keys/values and their fp32 gradients of one layer; the residual stream's gradient.
+        """
+        layers, every = setup.layers, self.every
+        hidden = setup.hidden_size * itemsize
+        output = setup.heads * (setup.head_dim * itemsize + 4)
+        kv = 2 * setup.kv_heads * setup.head_dim * itemsize
+        kept = KEEPS[self.keep]
+        total = hidden * (-(-layers // every) + min(every, layers) - 1)
+        total += output * (layers if "attention" in kept else every - 1)
+        total += kv * (layers if "kv" in kept else every)
+        return total + 2 * setup.kv_heads * setup.head_dim * 4 + hidden
+
+
+def measure(setup: Setup, choices: Sequence[Choice], length: int, runs: int, tell: Callable[[str], None]) -> dict:
+    """Peak bytes a token, and seconds of every round."""
+    ids_BS = tokens(setup, length)
+    base = build(setup, "fp32")
+    models = {c.name: prepare(base, c.keep, setup, inputs_every=c.every) for c in choices}
+    peaks = {}
+    for name, model in models.items():
+        step(model, tokens(setup, 1_024))
+        trunkline.read_meters(model)
+        step(model, ids_BS)
+        peaks[name] = trunkline.read_meters(model).peaks["device"] / length
+        tell(f"{name}: {peaks[name] / 1024:.2f} KiB a token")
+    steps = {name: (lambda model=model: step(model, ids_BS).seconds) for name, model in models.items()}
+    return {"bytes_per_token": peaks, "seconds": alternate(steps, runs, tell) if runs else {}}
+
+
+def table(setup: Setup, choices: Sequence[Choice], found: dict) -> Table:
+    """All combinations, against the formula and the default."""
+    drawn = Table(header_style="bold")
+    for column in ("keep", "inputs_every", "KiB a token", "formula", "measured / formula", "seconds", "time / default"):
+        drawn.add_column(column, justify="left" if column == "keep" else "right")
+    for choice in choices:
+        measured, expected = found["bytes_per_token"][choice.name], choice.bytes_per_token(setup)
+        seconds = found["seconds"].get(choice.name)
+        drawn.add_row(
+            "{" + ", ".join(KEEPS[choice.keep]) + "}", str(choice.every), f"{measured / 1024:.2f}",
+            f"{expected / 1024:.2f}", f"{measured / expected:.3f}", f"{median(seconds):.2f}" if seconds else "",
+            f"{median(seconds) / median(found['seconds'][DEFAULT]):.3f}" if seconds else "",
+        )  # fmt: skip
+    return drawn
+
+
+def draw(choices: Sequence[Choice], found: dict, path: Path, subtitle: str) -> None:
+    """Bytes a token against time, a line for each `keep`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for keep in KEEPS:
+        points = [c for c in choices if c.keep == keep]
+        x = [found["bytes_per_token"][c.name] / 1024 for c in points]
+        y = [median(found["seconds"][c.name]) / median(found["seconds"][DEFAULT]) for c in points]
+        axes.plot(x, y, marker="o", label="keep={" + ", ".join(KEEPS[keep]) + "}")
+        for choice, at in zip(points, zip(x, y, strict=True), strict=True):
+            axes.annotate(str(choice.every), at, textcoords="offset points", xytext=(5, 5), fontsize=8)
+    axes.set(xlabel="KiB a token, all stores at their peak", ylabel="time of a step / default")
+    axes.set_title(f"What is kept, and what it costs (numbers: inputs_every)\n{subtitle}", fontsize=10)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=16_384, help="tokens in the sequence")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=1_024)
+    parser.add_argument("--chunk-size", type=int, default=2_048)
+    parser.add_argument("--runs", type=int, default=5, help="rounds; 0 measures bytes alone")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "keep.json")
+    given = parser.parse_args(arguments)
+    setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads())
+    choices = [Choice(keep, every) for keep, every in itertools.product(KEEPS, EVERY)]
+    console = Console()
+    found = measure(setup, choices, given.length, given.runs, lambda text: console.print(text, style="dim"))
+    console.print(table(setup, choices, found))
+    formula = {choice.name: choice.bytes_per_token(setup) for choice in choices}
+    write_json(given.out, {"length": given.length, "layers": given.layers, "formula": formula, **found})
+    if given.runs:
+        subtitle = f"{given.length:,} tokens, {given.layers} layers, E=256, H=4, K=2, D=64, fp32, CPU"
+        draw(choices, found, given.out.with_suffix(".png"), subtitle)
+    console.print(f"wrote {given.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
