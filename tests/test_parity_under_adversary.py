@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import test_parity
@@ -26,10 +27,16 @@ class Squeezed(Tiers):
     def __init__(self, seed: int, prefetch: int) -> None:
         super().__init__({"device": 2**40, "host": 20_000, "disk": 2**23}, AdversaryBackend(seed), prefetch)
         self._random = random.Random(seed)
+        self._streams = False  # keys and values stay off the device
 
     def place(self, requests: Sequence[Request], *, chunk_size: int) -> Placement:
         if requests[0].group == "inner":  # another try for the same run
+            if self._streams:
+                raise ValueError("not by head groups this time")
             return super().place(requests, chunk_size=chunk_size)
+        self._streams = self._random.random() < 0.5
+        if self._streams:
+            requests = [replace(request, stays=request.group != "live kv") for request in requests]
         everything = sum(request.nbytes for request in requests)
         least = _transit(requests)
         self.accounts["device"].budget = int(least + self._random.random() * max(everything - least, 0))
