@@ -11,12 +11,10 @@ off: what remains at its worst, "beyond stores", must not grow with the sequence
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from typing import Any
 
 import torch
-from _resident import in_own_process, reset_peak, status
+from _resident import answered, in_own_process, reset_peak, status
 from _variants import KEEPS, Setup, build, prepare, step, tokens
 
 from trunkline.config import Progress
@@ -95,5 +93,4 @@ def _main(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    task = json.loads(sys.argv[1])
-    print(json.dumps(_main(Setup(**task.pop("setup")), **task)))
+    answered(_main)

@@ -11,7 +11,6 @@ disk, is shown at 16 and 8 times the reach of the two others, and timed against 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _alternation import median, write_json
-from _resident import in_own_process, reset_peak, status
+from _resident import answered, in_own_process, reset_peak, status
 from _variants import Setup, build, tokens
 from rich.console import Console
 from rich.table import Table
@@ -149,8 +148,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
-        task = json.loads(sys.argv[1])
-        print(json.dumps(_trial(Setup(**task.pop("setup")), **task)))
-    else:
-        sys.exit(main())
+    sys.exit(0 if answered(_trial) else main())

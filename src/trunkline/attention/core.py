@@ -93,9 +93,7 @@ class Core:
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._kernel: Kernel | None = None
-        self._kv_complete = (
-            False  # what a backward sweep needs of them is in the buffers and in the later chunks' store
-        )
+        self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
         # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
         self._separate = bool(names.live_k) and stores.placement is not None
