@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,15 +22,28 @@ class Batch:
 
     Attributes:
         input_ids_BS: token ids.
-        positions: position ids, (1, S) or (B, S).
-        targets_BS: the token that each position is to predict, or -100; None for logits only.
+        position_ids: (1, S) or (B, S); None for 0 … S-1, which are then made for each chunk: nothing here is as long as
+            the sequence but what the user gave.
+        targets: the token that each position is to predict, or -100: (B, S), or (B, S-1) where the last predicts
+            nothing; None for logits only.
         num_targets: what the sum of token losses is divided by, 0-dim.
     """
 
     input_ids_BS: Tensor
-    positions: Tensor
-    targets_BS: Tensor | None = None
+    position_ids: Tensor | None = None
+    targets: Tensor | None = None
     num_targets: Tensor | None = None
+
+    def positions(self, chunk: Chunk) -> Tensor:
+        """Position ids of a chunk, (1, C) or (B, C)."""
+        if self.position_ids is not None:
+            return self.position_ids[:, chunk.start : chunk.stop]
+        return torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device)[None]
+
+    @property
+    def last_position(self) -> int:
+        """The highest position id."""
+        return self.input_ids_BS.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max())
 
 
 class Decoder(Protocol):

@@ -53,14 +53,15 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     assert core is not None
     assert dy is not None
     assert run.lowest is not None
-    if isinstance(core, HeadGroupsCore):
-        halves.backward_sweep(run, layer, core, factor)
-        run.cores[layer] = None
-        return
     parameters = run.layer_parameters[layer]
-    if core.needs_kv_pass:
+    in_halves = isinstance(core, HeadGroupsCore)
+    if isinstance(core, HeadGroupsCore):
+        halves.before_backward(run, layer, core)
+    elif core.needs_kv_pass:
         keys_values_pass(run, layer, core)
-    reading = zip(run.falling, inputs.read(run.falling, take=True), dy.read(run.falling, take=True), strict=True)
+    reading = zip(
+        run.falling, inputs.read(run.falling, take=not in_halves), dy.read(run.falling, take=True), strict=True
+    )
     for i, x_BCE, dy_BCE in reading:
         chunk = run.chunks[i]
         run.report("backward", layer, i, len(run.chunks))
@@ -71,10 +72,11 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
             y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(core.replay, chunk))
         grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
         if x_BCE.requires_grad:
-            dx_BCE = grads.pop()
-            assert dx_BCE is not None
-            dy.stash(i, dx_BCE)
+            dx_BCE = grads.pop()  # None where attention alone leads to the input, and passes no gradient on (halves)
+            dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         run.sums.add(parameters, grads)
+    if isinstance(core, HeadGroupsCore):
+        halves.after_backward(run, layer, core)
     run.cores[layer] = None
 
 
@@ -203,11 +205,11 @@ def forward(
     device = batch.input_ids_BS.device
     layer_parameters = [[p for p in layer if p.requires_grad] for layer in decoder.layer_parameters]
     other_parameters = [p for p in decoder.other_parameters if p.requires_grad]
-    differentiate = torch.is_grad_enabled() and batch.targets_BS is not None
+    differentiate = torch.is_grad_enabled() and batch.targets is not None
     differentiate = differentiate and bool(other_parameters or any(layer_parameters))
     chunks = split(batch.input_ids_BS.shape[1], config.chunk_tokens(device))
-    reread = [*module.parameters(), batch.input_ids_BS, batch.positions] if differentiate else []
-    watched = [(x, x._version) for x in reread]
+    reread = [*module.parameters(), batch.input_ids_BS, batch.position_ids] if differentiate else []
+    watched = [(x, x._version) for x in reread if x is not None]
     conditions = Conditions(module, device)
     run = Run(decoder, config, batch, conditions, chunks, layer_parameters, other_parameters, watched, Stores(tiers))
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
@@ -237,7 +239,7 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
         0-dim, fp32 (fp64 for a model in fp64).
     """
     batch, decoder = run.batch, run.decoder
-    assert batch.targets_BS is not None
+    assert batch.targets is not None
     assert batch.num_targets is not None
     run.dy = run.sequence("dy") if run.lowest is not None else None
     hidden = run.inputs.pop()
@@ -252,7 +254,7 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
         total = head.sweep(
             decoder.head,
             hidden,
-            batch.targets_BS,
+            batch.targets,
             head.cut(run.chunks, tile_tokens),
             parameters=run.other_parameters,
             hidden_grads=run.dy,

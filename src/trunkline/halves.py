@@ -2,12 +2,11 @@
 
 The first half of the layer, up to its attention call, runs for all chunks; then all attention; then the layer again,
 with the outputs in the place of attention. Backward is the same the other way round: gradients of the second half, of
-attention, and of the first half; both halves are replays of the whole layer, differentiated by plain autograd.
+attention, and of the first half; both halves are replays of the whole layer, differentiated by plain autograd. The
+engine's own loop goes through the second half, since the core keeps gradients from passing attention.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 
@@ -24,34 +23,17 @@ def attend(run: Run, layer: int, core: HeadGroupsCore) -> None:
     core.attend()
 
 
-def backward_sweep(run: Run, layer: int, core: HeadGroupsCore, factor: torch.Tensor | None) -> None:
-    """See `engine.backward_sweep`."""
+def before_backward(run: Run, layer: int, core: HeadGroupsCore) -> None:
+    """Have the outputs that the replay of the second half takes: those kept, or computed again."""
     if not core.keep_attention:
         attend(run, layer, core)
-    _second_half(run, layer, core, factor)
+
+
+def after_backward(run: Run, layer: int, core: HeadGroupsCore) -> None:
+    """Gradients of attention and of the first half, once those of the second half are there."""
     if core.differentiate():
         _first_half(run, layer, core)
     run.inputs[layer].clear()
-
-
-def _second_half(run: Run, layer: int, core: HeadGroupsCore, factor: torch.Tensor | None) -> None:
-    """Gradients of all that comes after attention, and around it."""
-    assert run.dy is not None
-    assert run.lowest is not None
-    parameters = run.layer_parameters[layer]
-    inputs, dy = run.inputs[layer].read(run.falling), run.dy.read(run.falling, take=True)
-    for i, x_BCE, dy_BCE in zip(run.falling, inputs, dy, strict=True):
-        run.report("backward", layer, i, len(run.chunks))
-        x_BCE = x_BCE.detach().requires_grad_(layer > run.lowest)
-        wanted = [*parameters, x_BCE] if x_BCE.requires_grad else parameters
-        run.conditions.seed(layer, i)
-        with torch.enable_grad():
-            y_BCE = run.decoder.layer(layer, x_BCE, run.batch, run.chunks[i], partial(core.replay, run.chunks[i]))
-        grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
-        if x_BCE.requires_grad:
-            dx_BCE = grads.pop()
-            run.dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
-        run.sums.add(parameters, grads)
 
 
 def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:

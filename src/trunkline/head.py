@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -98,19 +99,26 @@ def tile_loss(
     return total, grad_BTV.to(dtype)
 
 
-def _used(targets_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Which places have a target in some row, and which in all: (S,) each, on the CPU."""
-    if targets_BS.device.type == "meta":  # no contents: as if there were a target everywhere
-        return torch.ones(targets_BS.shape[1], dtype=torch.bool), torch.ones(targets_BS.shape[1], dtype=torch.bool)
-    has = targets_BS != IGNORE
-    used_S, full_S = torch.stack([has.any(0), has.all(0)]).cpu()
-    return used_S, full_S
+def _used(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Which places have a target in some row, and which in all: (S,) each, or (S-1,), on the CPU."""
+    if targets.device.type == "meta":  # no contents: as if there were a target everywhere
+        return torch.ones(targets.shape[1], dtype=torch.bool), torch.ones(targets.shape[1], dtype=torch.bool)
+    has = targets != IGNORE
+    used, full = torch.stack([has.any(0), has.all(0)]).cpu()
+    return used, full
+
+
+def _targets_of(tile: Tile, targets: Tensor) -> Tensor:
+    """The targets of a tile, (B, T)."""
+    targets_BT = targets[:, tile.start : tile.stop]
+    missing = tile.stop - tile.start - targets_BT.shape[1]
+    return F.pad(targets_BT, (0, missing), value=IGNORE) if missing else targets_BT
 
 
 def sweep(
     logits_of: Callable[[Tensor], Tensor],
     hidden: ChunkedSequence,
-    targets_BS: Tensor,
+    targets: Tensor,
     tiles: Sequence[Tile],
     *,
     parameters: Sequence[Parameter],
@@ -124,7 +132,8 @@ def sweep(
     Args:
         logits_of: final hidden states (B, T, E) of a tile to logits (B, T, V): the model's own head.
         hidden: the final hidden states; each chunk is let go as soon as it is done.
-        targets_BS: the token that each position is to predict, or -100.
+        targets: the token that each position is to predict, or -100: (B, S), or (B, S-1) where the last predicts
+            nothing.
         tiles: from `cut`.
         parameters: those that may get a gradient from the head.
         hidden_grads: receives d sum / d hidden; None where nothing below the head is trained.
@@ -136,8 +145,8 @@ def sweep(
         The sum, 0-dim, fp64 (the tiles' own sums are fp32, or fp64 for an fp64 model).
     """
     # The one host synchronisation of the head, before its sweep: which places have targets in some rows, and in all.
-    used_S, full_S = _used(targets_BS)
-    total = torch.zeros((), dtype=torch.float64, device=targets_BS.device)
+    used, full = _used(targets)
+    total = torch.zeros((), dtype=torch.float64, device=targets.device)
     reading = hidden.read(range(tiles[-1].chunk.index + 1), take=True)
     for number, tile in enumerate(tiles):
         before_tile(number, len(tiles))
@@ -145,15 +154,15 @@ def sweep(
         if tile.start == chunk.start:
             x_BCE = reading.next()
             dx_BCE = torch.zeros_like(x_BCE) if hidden_grads is not None else None
-        if used_S[tile.start : tile.stop].any():
+        if used[tile.start : tile.stop].any():
             x_BTE = x_BCE[:, tile.within].detach().requires_grad_(hidden_grads is not None)
             with torch.set_grad_enabled(sums is not None):
                 logits_BTV = logits_of(x_BTE)
             part, grad_BTV = tile_loss(
                 logits_BTV.detach(),
-                targets_BS[:, tile.start : tile.stop],
+                _targets_of(tile, targets),
                 gradient=logits_BTV.requires_grad,
-                ignored=not full_S[tile.start : tile.stop].all(),
+                ignored=tile.stop > len(full) or not full[tile.start : tile.stop].all(),
             )
             total += part
             if grad_BTV is not None and sums is not None:

@@ -194,12 +194,12 @@ class HuggingFaceDecoder:
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
         """See `Decoder.embed`."""
         at = slice(chunk.start, chunk.stop)
-        return self.record(0, batch.positions[:, at], input_ids=batch.input_ids_BS[:, at]).hidden
+        return self.record(0, batch.positions(chunk), input_ids=batch.input_ids_BS[:, at]).hidden
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
         """See `Decoder.layer`."""
         # Recorded anew for each chunk: kept for all, the rotary embeddings of 2M tokens would take 1 GiB.
-        arguments = self.record(index, batch.positions[:, chunk.start : chunk.stop], inputs_embeds=x_BCE.detach())
+        arguments = self.record(index, batch.positions(chunk), inputs_embeds=x_BCE.detach())
         call = _Call(attend)
         token = _current.set(call)
         try:

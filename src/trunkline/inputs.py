@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.decoder import Batch
@@ -59,12 +58,12 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
         raise ValueError(f"input_ids must be token ids of shape (batch, sequence), at least one each; got {shape}.")
     _check_range("input_ids", ids_BS, vocab_size)
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
-    positions = _positions(given.get("position_ids"), ids_BS, lengths_B)
-    targets_BS = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
+    position_ids = _positions(given.get("position_ids"), ids_BS, lengths_B)
+    targets = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
     keep = given.get("logits_to_keep")
     keep = 0 if keep is None else keep
     return_dict = given.get("return_dict") is not False
-    if targets_BS is None:
+    if targets is None:
         if not isinstance(keep, int) or keep < 0:  # transformers also takes a tensor of places
             raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
         if lengths_B is not None:
@@ -72,19 +71,19 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
                 "attention_mask has padding, and there are no labels: the last position of a shorter row is padding. "
                 "Pass rows of one length together, or one row at a time."
             )
-        return Wanted(Batch(ids_BS, positions), min(max(keep, 1), ids_BS.shape[1]), return_dict)
+        return Wanted(Batch(ids_BS, position_ids), min(max(keep, 1), ids_BS.shape[1]), return_dict)
     if not isinstance(keep, int) or keep != 0:
         raise ValueError("logits_to_keep goes without labels: with labels the loss is returned, and no logits.")
     if lengths_B is not None:
         # Padding counts for nothing; columns that are padding in every row are not computed at all.
-        places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        places = torch.arange(targets.shape[1], device=ids_BS.device)
         last = 0 if given.get("shift_labels") is not None else 1  # the token after the last real one is padding
-        targets_BS = targets_BS.masked_fill(places_S >= (lengths_B[:, None] - last), IGNORE)
+        targets = targets.masked_fill(places >= (lengths_B[:, None] - last), IGNORE)
         longest = max(int(lengths_B.max()), 1)
-        ids_BS, positions, targets_BS = ids_BS[:, :longest], positions[:, :longest], targets_BS[:, :longest]
-    return Wanted(
-        Batch(ids_BS, positions, targets_BS, _count(given.get("num_items_in_batch"), targets_BS)), 0, return_dict
-    )
+        ids_BS, targets = ids_BS[:, :longest], targets[:, :longest]
+        position_ids = None if position_ids is None else position_ids[:, :longest]
+    num_targets = _count(given.get("num_items_in_batch"), targets)
+    return Wanted(Batch(ids_BS, position_ids, targets, num_targets), 0, return_dict)
 
 
 def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
@@ -107,10 +106,10 @@ def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
     return lengths_B.to(ids_BS.device) if bool((lengths_B < ids_BS.shape[1]).any()) else None
 
 
-def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tensor:
+def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tensor | None:
     num_rows, seq_len = ids_BS.shape
     if positions is None:
-        return torch.arange(seq_len, device=ids_BS.device)[None]
+        return None
     if not isinstance(positions, Tensor):
         raise ValueError(
             f"position_ids must be a tensor of shape {tuple(ids_BS.shape)}, not {type(positions).__name__}."
@@ -145,7 +144,7 @@ def _check_range(name: str, ids_BS: Tensor, vocab_size: int, ignored: int | None
 
 
 def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) -> Tensor | None:
-    """The token that each position is to predict: shifted once, here, over the whole sequence."""
+    """The token that each position is to predict, (B, S) or (B, S-1): shifted once, here, over the whole sequence."""
     name = "labels" if shift_labels is None else "shift_labels"
     given = labels if shift_labels is None else shift_labels
     if given is None:
@@ -155,16 +154,16 @@ def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) ->
         raise ValueError(f"{name} must be whole numbers of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}.")
     _check_range(name, given, vocab_size, IGNORE)
     given = given.to(device=ids_BS.device, dtype=torch.long)
-    return given if shift_labels is not None else F.pad(given[:, 1:], (0, 1), value=IGNORE)
+    return given if shift_labels is not None else given[:, 1:]
 
 
-def _count(num_items: Any, targets_BS: Tensor) -> Tensor:
+def _count(num_items: Any, targets: Tensor) -> Tensor:
     """What the sum of losses is divided by; 1 where there is no target, so that such a batch has loss 0."""
     if num_items is None:
-        return (targets_BS != IGNORE).sum().clamp_min(1)
-    count = torch.as_tensor(num_items, device=targets_BS.device)
-    if count.numel() == 1 and not bool((targets_BS != IGNORE).any()):
-        return torch.ones((), dtype=torch.long, device=targets_BS.device)
+        return (targets != IGNORE).sum().clamp_min(1)
+    count = torch.as_tensor(num_items, device=targets.device)
+    if count.numel() == 1 and not bool((targets != IGNORE).any()):
+        return torch.ones((), dtype=torch.long, device=targets.device)
     if count.numel() != 1 or bool((count <= 0).any()):
         raise ValueError(f"num_items_in_batch={num_items!r}: give the positive number of target tokens in the batch.")
     return count.reshape(())

@@ -7,7 +7,7 @@ keys, values and outputs. What is read next is known, so a `Reader` has the next
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class ChunkedSequence:
         self._stores = stores
         self._name = name
         self._blocks: list[Block | None] = []
+        self._forms: dict[Hashable, Tensor] = {}
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
         """Put chunk `index` here. It must not be changed in place afterwards."""
@@ -58,7 +59,7 @@ class ChunkedSequence:
             return
         x_BCE = dense(x_BCE)
         move = self._stores.stash(self._name.split()[0], x_BCE, block)
-        self._chunks[index] = _Away(torch.empty_like(x_BCE, device="meta"), x_BCE.device, block, move)
+        self._chunks[index] = _Away(self._form(x_BCE), x_BCE.device, block, move)
 
     def read(self, order: Iterable[int], *, take: bool = False) -> Reader:
         """Chunks in the order in which they will be wanted; with `take` they are held here no longer."""
@@ -72,6 +73,13 @@ class ChunkedSequence:
             elif x is not None:
                 self._stores.release("device", x.nbytes)
             self._chunks[index] = None
+
+    def _form(self, x: Tensor) -> Tensor:
+        """The form of a chunk, one tensor for all that are alike."""
+        key = x.shape, x.stride(), x.dtype
+        if key not in self._forms:
+            self._forms[key] = torch.empty_like(x, device="meta")
+        return self._forms[key]
 
     @property
     def dtype(self) -> torch.dtype:

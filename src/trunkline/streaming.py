@@ -228,7 +228,7 @@ class StreamedForward:
                 "model is one process and one device. Move the input; under torch.nn.DataParallel, which Trainer uses "
                 "where it sees several devices, let it see one (CUDA_VISIBLE_DEVICES=0)."
             )
-        if wanted.batch.targets_BS is None and model.training and torch.is_grad_enabled():
+        if wanted.batch.targets is None and model.training and torch.is_grad_enabled():
             raise ValueError(
                 "no labels in training: logits of the whole sequence never exist, so there is nothing to "
                 "differentiate. Pass labels (Trainer takes them away for label_smoothing_factor and "
@@ -236,14 +236,14 @@ class StreamedForward:
             )
         # Asked every time, before the first sweep: a window may have been set in the config since.
         batch = wanted.batch
-        support.check_length(self.decoder, batch.input_ids_BS.shape[1], int(batch.positions.max()))
-        if batch.targets_BS is not None:
+        support.check_length(self.decoder, batch.input_ids_BS.shape[1], batch.last_position)
+        if batch.targets is not None:
             support.check_loss(self.decoder)
         loss: Tensor | None = None
         logits: Tensor | None = None
         with self.decoder.lock:
             run, differentiate = engine.forward(self.decoder, self.config, batch, model, self.tiers)
-            if batch.targets_BS is not None:
+            if batch.targets is not None:
                 loss = engine.loss(run, differentiate=differentiate)
             else:
                 logits = engine.last_logits(run, wanted.logits_to_keep)

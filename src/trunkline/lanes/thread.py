@@ -44,7 +44,7 @@ class ThreadLanes:
         start = time.perf_counter()
         succeed(move.handle)
         self.traffic[move.lane].exposed += time.perf_counter() - start
-        move.tensor = None
+        move.tensor = move.handle = None  # a sequence keeps the move of every chunk
 
     def drain(self) -> None:
         """See `Lanes.drain`: nothing to do, since a lane is a queue, and tensors under way are held by their moves."""

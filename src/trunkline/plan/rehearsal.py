@@ -65,7 +65,7 @@ def rehearse(
     decoder = HuggingFaceDecoder(blank)
     support.verify(decoder)
     ids_BS = torch.empty(batch_size, seq_len, dtype=torch.long, device="meta")
-    batch = Batch(ids_BS, ids_BS[:1], ids_BS, torch.empty((), dtype=torch.long, device="meta"))
+    batch = Batch(ids_BS, None, ids_BS[:, 1:], torch.empty((), dtype=torch.long, device="meta"))
     tiers = tiers_for(device, config, virtual=True)
     with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
         run, differentiate = engine.forward(decoder, config.on(device), batch, blank, tiers)
