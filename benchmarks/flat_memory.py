@@ -63,16 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table(
         header_style="bold", title=f"{given.layers} layer, device_budget {given.device_budget}, the rest on disk"
     )
-    for column in (
-        "tokens",
-        "peak MiB",
-        "/ shortest",
-        "engine's device MiB",
-        "disk MiB",
-        "GiB moved",
-        "exposed",
-        "seconds",
-    ):
+    for column in ("tokens", "peak MiB", "ratio", "device MiB", "disk MiB", "GiB moved", "exposed", "seconds"):
         table.add_column(column, justify="right")
     found: dict[int, dict[str, Any]] = {}
     for length in given.lengths:

@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "max_context.json")
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, "auto", torch.get_num_threads(), heads=2, kv_heads=2)
-    settings = {"chunk_size": given.chunk_size, "keep": ["attention"], "device_budget": "48MiB", "disk": given.disk,
-                "head_bytes": 16 * _MIB}  # fmt: skip
+    settings = {"chunk_size": given.chunk_size, "device_budget": "48MiB", "disk": given.disk}
     console = Console()
     trials = Trials(setup, given.mib * _MIB, settings, lambda text: console.print(text, style="dim"))
     table = Table(header_style="bold", title=f"within {given.mib} MiB above the loaded model")

@@ -43,16 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                   kv_heads=given.kv_heads)  # fmt: skip
     console = Console()
     table = Table(header_style="bold")
-    for column in (
-        "tokens",
-        "strategy",
-        "seconds",
-        "time / resident",
-        "exposed",
-        "GiB moved",
-        "MiB device",
-        "MiB disk",
-    ):
+    for column in ("tokens", "strategy", "seconds", "ratio", "exposed", "GiB moved", "device MiB", "disk MiB"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     everything: dict[str, Any] = {}
     for length in given.lengths:

@@ -16,7 +16,6 @@ from trunkline.train.display import (
     clock_text,
     flops_text,
     make_display,
-    size_text,
     sparkline,
     step_line,
     stores_text,
@@ -170,7 +169,6 @@ def test_time_left_counts_the_rest_of_this_step_and_the_steps_after():
 
 def test_numbers_as_people_read_them():
     assert [clock_text(s) for s in (7.4, 750, 11_100)] == ["0:07", "12:30", "3:05:00"]
-    assert [size_text(n) for n in (2**29, 3.25 * 2**30)] == ["512 MiB", "3.2 GiB"]
     assert [flops_text(f) for f in (None, 5e6, 2.5e9, 4e14, 2e15)] == [
         "",
         "5.0 MFLOP/s",

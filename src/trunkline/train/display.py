@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from trunkline.tiers.account import in_units
 from trunkline.train.estimate import StepEstimate, SweepPosition
 from trunkline.train.metrics import StepMetrics
 
@@ -213,7 +214,7 @@ class LiveDisplay:
             line = sparkline(losses, width)
             table.add_row("loss", f"{line:{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
             speed = f"{last.tokens_per_second:,.0f} tokens/s   {flops_text(last.flops_per_second)}"
-            table.add_row("speed", f"{speed}   {size_text(last.peak_memory_bytes)} peak")
+            table.add_row("speed", f"{speed}   {in_units(last.peak_memory_bytes)} peak")
             if last.bytes_moved:
                 table.add_row("stores", stores_text(last))
             table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
@@ -255,7 +256,7 @@ def step_line(metrics: StepMetrics, steps: int) -> str:
 
 def stores_text(metrics: StepMetrics) -> str:
     """Return what rests where, how fast it moves, and how much of the step compute waited for it."""
-    held = "   ".join(f"{tier} {size_text(peak)}" for tier, peak in metrics.tiers.items() if peak)
+    held = "   ".join(f"{tier} {in_units(peak)}" for tier, peak in metrics.tiers.items() if peak)
     speeds = "   ".join(f"{name} {lane['gb_per_second']:.1f} GB/s" for name, lane in metrics.lanes.items())
     return f"{held}   {speeds}   {metrics.exposed_share:.1%} exposed"
 
@@ -265,11 +266,6 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def size_text(num_bytes: float) -> str:
-    """Return bytes in the unit people think in: 512 MiB, 3.1 GiB."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def flops_text(flops: float | None) -> str:
