@@ -100,11 +100,12 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     name = recipe.model.preset or recipe.model.path
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
+    samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
     return [
         f"trunkline {trunkline.__version__}: {name}, {_count_text(count)} parameters in {recipe.model.dtype} on "
         f"{place}",
         f"context {recipe.context:,} tokens (global), chunk_size {recipe.chunk_size}, "
-        f"keep {list(recipe.keep)}, {recipe.batch_size} samples{accumulation} a step, {recipe.steps} steps",
+        f"keep [{', '.join(recipe.keep)}], {samples}{accumulation} a step, {recipe.steps} steps",
         f"data: {cut}",
     ]
 
