@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trunkline
 from trunkline.plan.rehearsal import rehearse
-from trunkline.tiers.placement import Placement, Request, _transit
+from trunkline.tiers.placement import Advice, Placement, Request, _transit
 from trunkline.tiers.storage import TierError
 from trunkline.tiers.stores import Stores, Tiers
 
@@ -117,9 +117,9 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int) -> tuple[int
     """The smallest device budget that is enough, and the smallest with which everything stays."""
 
     class Asking(Tiers):
-        def place(self, requests: Sequence[Request], *, chunk_size: int) -> Placement:
+        def place(self, requests: Sequence[Request], advice: Advice | None = None) -> Placement:
             asked.extend(requests)
-            return super().place(requests, chunk_size=chunk_size)
+            return super().place(requests, advice)
 
     asked: list[Request] = []
     put_tiers(model, Asking({"device": 2**40, "host": None, "disk": 2**24}, AdversaryBackend(0), prefetch))
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
 def test_budgets_that_are_too_small() -> None:
     model = build("llama")
     trunkline.stream(model, chunk_size=8, device_budget=1_000)
-    with pytest.raises(ValueError, match="smaller chunk_size"):
+    with pytest.raises(ValueError, match="use chunk_size below 8 or prefetch=1, or raise device_budget"):
         model(input_ids=tokens(1, 37), labels=tokens(1, 37))
     trunkline.stream(model, chunk_size=1, device_budget=20_000)
     with pytest.raises(ValueError, match="a step does not fit"):

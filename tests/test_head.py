@@ -107,11 +107,11 @@ def test_sums_are_fp32_and_rounded_once() -> None:
 def test_tiles_hold_a_thousand_tokens_on_an_accelerator() -> None:
     """64 MiB would be 42 tokens with a vocabulary of 128K: reading the unembedding so often takes most of the time."""
     sizes = {
-        device: head.tile_tokens("auto", 2, 128_256, torch.bfloat16, device=torch.device(device))
+        device: head.tile_tokens(None, 2, 128_256, torch.bfloat16, device=torch.device(device))
         for device in ("cpu", "cuda")
     }
     assert sizes == {"cpu": 64 * 2**20 // (2 * 128_256 * 12), "cuda": 512}
-    assert head.tile_tokens("auto", 1, 97, torch.float32, device=torch.device("cuda")) == 64 * 2**20 // (97 * 16)
+    assert head.tile_tokens(None, 1, 97, torch.float32, device=torch.device("cuda")) == 64 * 2**20 // (97 * 16)
 
 
 def test_a_loss_far_above_what_a_probability_can_say() -> None:

@@ -26,7 +26,7 @@ def opened(backend: Backend, num_on_device: int, num_on_host: int, num_chunks: i
     room = 0 if num_on_device >= num_chunks else request.transit("forward")
     budgets = {"device": num_on_device * CHUNK + room, "host": num_on_host * 512, "disk": 2**20}
     tiers = Tiers(budgets, backend, prefetch)
-    return Stores(tiers, tiers.place([request], chunk_size=8))
+    return Stores(tiers, tiers.place([request]))
 
 
 def chunk(number: int) -> torch.Tensor:
@@ -136,14 +136,14 @@ def test_a_run_that_is_forgotten_gives_its_place_back(tmp_path: Path) -> None:
 def test_runs_share_a_budget(tmp_path: Path) -> None:
     request = Request(("x",), ((CHUNK,) * 4,), "x", 1, 1, True)
     tiers = Tiers({"device": 6 * CHUNK, "host": None, "disk": 2_048}, CpuBackend(tmp_path), 1)
-    first = Stores(tiers, tiers.place([request], chunk_size=8))
-    second = Stores(tiers, tiers.place([request], chunk_size=8))
+    first = Stores(tiers, tiers.place([request]))
+    second = Stores(tiers, tiers.place([request]))
     assert first.blocks("x", 4) == [None] * 4
     assert [block is None for block in second.blocks("x", 4)] == [True, False, False, False]
     with pytest.raises(ValueError, match="a step does not fit"):
-        tiers.place([request], chunk_size=8)
+        tiers.place([request])
     second.close()
-    tiers.place([request], chunk_size=8)
+    tiers.place([request])
 
 
 def test_without_budgets_nothing_moves() -> None:

@@ -67,7 +67,7 @@ class StreamConfig:
 
     chunk_size: int | Literal["auto"] = "auto"
     keep: frozenset[str] = frozenset({"attention"})
-    head_bytes: int | Literal["auto"] = "auto"
+    head_bytes: int | str = "auto"
     kernel: str = "auto"
     strategy: Literal["auto", "resident", "head_groups", "streamed"] = "auto"
     inputs_every: int = 1
@@ -87,9 +87,9 @@ class StreamConfig:
         size = self.chunk_size
         if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"chunk_size={size!r}: give a positive whole number of tokens, or 'auto'.")
-        if self.head_bytes != "auto" and (not isinstance(self.head_bytes, int) or self.head_bytes < 1):
+        if self.head_bytes != "auto" and not self.head_limit:
             raise ValueError(f"head_bytes={self.head_bytes!r}: give a positive number of bytes, or 'auto'.")
-        object.__setattr__(self, "keep", _keep(self.keep))
+        object.__setattr__(self, "keep", keepable(self.keep))
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
         if self.strategy in ("head_groups", "streamed") and self.device_budget is None:
@@ -106,10 +106,19 @@ class StreamConfig:
             )
         if self.disk_budget is not None and self.disk is None:
             raise ValueError("disk_budget has no effect without disk: set disk to a folder for the scratch file.")
+        if self.disk is not None and (not isinstance(self.disk, str | Path) or not str(self.disk)):
+            raise ValueError(f"disk={self.disk!r}: give the path of a folder.")
         if self.disk is not None and not Path(self.disk).is_dir():
             raise ValueError(f"disk={str(self.disk)!r} is not a folder: make it, or give another.")
         if self.kernel not in kernels.NAMES:
             raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(kernels.NAMES)}.")
+        if self.progress is not None and not callable(self.progress):
+            raise ValueError(f"progress={self.progress!r}: give a function that takes a Progress.")
+
+    @property
+    def head_limit(self) -> int | None:
+        """Most bytes that a tile of the head takes; None for what is best on the device."""
+        return None if self.head_bytes == "auto" else parse_bytes("head_bytes", self.head_bytes)
 
     @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:
@@ -131,7 +140,14 @@ class StreamConfig:
         return self.chunk_size
 
 
-def _keep(keep: Iterable[str] | str) -> frozenset[str]:
+def keepable(keep: Iterable[str] | str) -> frozenset[str]:
+    """The set that `keep` names.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    if not isinstance(keep, Iterable):
+        raise ValueError(f"keep={keep!r}: give names out of {list(KEEPABLE)}, () for none.")
     names = frozenset((keep,) if isinstance(keep, str) else keep)
     unknown = sorted(str(name) for name in names if name not in KEEPABLE)
     if unknown:

@@ -246,7 +246,7 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     narrow = run.conditions.compute_dtype(hidden.dtype)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     shape = len(batch.input_ids_BS), decoder.vocab_size, narrow
-    tile_tokens = head.tile_tokens(run.config.head_bytes, *shape, device=batch.input_ids_BS.device)
+    tile_tokens = head.tile_tokens(run.config.head_limit, *shape, device=batch.input_ids_BS.device)
     # transformers' norms compute in fp32 in fp64 models too: only what plain autograd feeds them rounds alike.
     early = dtype == torch.float64
     run.divisor = None if early else batch.num_targets

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -52,16 +51,17 @@ def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
 
 
 def tile_tokens(
-    head_bytes: int | Literal["auto"], batch_size: int, vocab_size: int, dtype: torch.dtype, *, device: torch.device
+    head_bytes: int | None, batch_size: int, vocab_size: int, dtype: torch.dtype, *, device: torch.device
 ) -> int:
     """Tokens of a row in a tile, so that its logits and all that is computed from them take `head_bytes`.
 
-    That is logits and their gradient in `dtype`, and an fp32 (or fp64) copy and its softmax.
+    That is logits and their gradient in `dtype`, and an fp32 (or fp64) copy and its softmax. None is what is best on
+    the device.
     """
     wide = torch.promote_types(dtype, torch.float32)
     token_bytes = vocab_size * 2 * (wide.itemsize + dtype.itemsize)
     automatic = max(AUTO_BYTES, 0 if device.type == "cpu" else AUTO_TOKENS * token_bytes)
-    tokens = (automatic if head_bytes == "auto" else head_bytes) // (batch_size * token_bytes)
+    tokens = (automatic if head_bytes is None else head_bytes) // (batch_size * token_bytes)
     if dtype == torch.float16:
         # A weight's gradient is formed in fp16 within a tile, from unnormalised terms: it must stay below 65,504.
         tokens = min(tokens, 256 // batch_size)

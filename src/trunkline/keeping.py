@@ -18,7 +18,7 @@ from trunkline.attention.groups import GroupNames
 from trunkline.attention.kernels import resolve
 from trunkline.chunking import Chunk
 from trunkline.config import StreamConfig
-from trunkline.tiers.placement import Placement, Request
+from trunkline.tiers.placement import Advice, Placement, Request
 from trunkline.tiers.stores import Tiers
 
 INNER = Names("kg", "vg", "-", "-")  # of the one group of heads that is resident at a time
@@ -225,6 +225,20 @@ class Requests:
         return found
 
 
+def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> Advice:
+    """What the messages of a placement say of these settings."""
+    added = config.host_budget is not None and tiers.accounts["host"].budget is None  # on a CPU, where both add up
+    device = ["device_budget"] if config.device_budget is not None else []
+    smaller = [f"chunk_size below {chunk_size:,}", "inputs_every=1" if config.inputs_every > 1 else "",
+               "prefetch=1" if config.prefetch > 1 else ""]  # fmt: skip
+    less = ["an empty keep" if config.keep else "", "a larger inputs_every (in a deep model)", "a shorter input"]
+    return Advice(
+        " + ".join([*device, *(["host_budget"] if added else [])]),
+        " or ".join(filter(None, smaller)),
+        " or ".join(filter(None, less)),
+    )
+
+
 def choose(layout: Layout, widths: Widths, chunks: Sequence[Chunk], tiers: Tiers) -> tuple[Layout, Placement]:
     """Place the stores of a run, by the first strategy that fits or the one that is set.
 
@@ -240,13 +254,13 @@ def choose(layout: Layout, widths: Widths, chunks: Sequence[Chunk], tiers: Tiers
     Raises:
         ValueError: nothing fits, or not the strategy that is set.
     """
-    strategy = layout.config.strategy
+    strategy, advice = layout.config.strategy, advice_on(layout.config, tiers, len(chunks[0]))
 
     def placed(layout: Layout, *, streamed: bool = False) -> Placement:
         asked = Requests(layout, widths, chunks, tiers.prefetch).all()
         if streamed:
             asked = [replace(request, stays=request.group != "live kv") for request in asked]
-        return tiers.place(asked, chunk_size=len(chunks[0]))
+        return tiers.place(asked, advice)
 
     def resident(layout: Layout, placement: Placement) -> bool:
         cores = [INNER] if layout.head_groups > 1 else [layout.core(layer) for layer in range(layout.num_layers)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trunkline import engine, inputs, support
-from trunkline.config import Progress, StreamConfig
+from trunkline.config import Progress, StreamConfig, keepable
 from trunkline.huggingface import HuggingFaceDecoder
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.meters import Meters
@@ -27,7 +27,7 @@ def stream(
     *,
     chunk_size: int | Literal["auto"] = "auto",
     keep: Iterable[str] = ("attention",),
-    head_bytes: int | Literal["auto"] = "auto",
+    head_bytes: int | str = "auto",
     kernel: str = "auto",
     strategy: Literal["auto", "resident", "head_groups", "streamed"] = "auto",
     inputs_every: int = 1,
@@ -67,7 +67,7 @@ def stream(
         ValueError: a setting is out of range, or the model computes something that cannot be streamed exactly.
     """
     config = StreamConfig(
-        chunk_size=chunk_size, keep=frozenset([keep] if isinstance(keep, str) else keep), head_bytes=head_bytes,
+        chunk_size=chunk_size, keep=keepable(keep), head_bytes=head_bytes,
         kernel=kernel, strategy=strategy, inputs_every=inputs_every, device_budget=device_budget,
         host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, progress=progress,
     )  # fmt: skip

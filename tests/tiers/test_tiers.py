@@ -114,7 +114,7 @@ def test_placements_keep_to_their_budgets(
     ]
     try:
         room = {"device": device, "host": host, "disk": disk}
-        placement = place(requests, room, reserved=min(reserved, device), chunk_size=8)
+        placement = place(requests, room, reserved=min(reserved, device))
     except ValueError as error:
         assert "device_budget" in str(error)  # noqa: PT017
         return
@@ -142,19 +142,23 @@ def test_earlier_requests_choose_first_and_what_fits_needs_no_buffers() -> None:
     first = Request(("k", "v"), ((100, 100), (100, 100)), "kv", 3, 3, False)
     second = Request(("x",), ((512, 512, 100),), "x", 2, 1, False)
     room = {"device": 400 + 2 * 512, "host": 600, "disk": 10_000}
-    placement = place([first, second], room, chunk_size=8)
+    placement = place([first, second], room)
     assert placement.places["k"] == placement.places["v"] == [("device", 0)] * 2
     assert placement.places["x"] == [("host", 0), ("disk", 0), ("disk", 512)]
-    everything = place([first, second], {**room, "device": 400 + 1124}, chunk_size=8)
+    everything = place([first, second], {**room, "device": 400 + 1124})
     assert {tier for places in everything.places.values() for tier, _ in places} == {"device"}
 
 
 def test_what_does_not_fit_is_said_before() -> None:
     request = Request(("x",), ((1_000,) * 4,), "x", 2, 2, False)
-    with pytest.raises(ValueError, match="chunk_size=8: use a smaller chunk_size"):
-        place([request], {"device": 1_999, "host": None, "disk": 10**6}, chunk_size=8)
-    with pytest.raises(ValueError, match="a step does not fit"):
-        place([request], {"device": 2_000, "host": 2_000, "disk": 1_023}, chunk_size=8)
+    with pytest.raises(ValueError, match="use a smaller chunk_size, or raise device_budget"):
+        place([request], {"device": 1_999, "host": None, "disk": 10**6})
+    with pytest.raises(ValueError, match=r"has no room for 4\.0 KiB of it, .* disk_budget by 3\.0 KiB, or use"):
+        place([request], {"device": 2_000, "host": 2_000, "disk": 1_023})
+    with pytest.raises(
+        ValueError, match=r"there is no other tier: raise device_budget by 4\.0 KiB, set disk to a folder"
+    ):
+        place([request], {"device": 2_000, "host": None, "disk": None})
 
 
 def test_a_scratch_file_leaves_nothing_behind(tmp_path: Path) -> None:

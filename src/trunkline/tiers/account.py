@@ -6,7 +6,8 @@ import re
 from typing import Literal
 
 TierName = Literal["device", "host", "disk"]
-TIERS: tuple[TierName, ...] = ("device", "host", "disk")
+BEYOND: tuple[TierName, ...] = ("host", "disk")
+TIERS: tuple[TierName, ...] = ("device", *BEYOND)
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)}}  # fmt: skip
@@ -26,7 +27,7 @@ def parse_bytes(setting: str, value: int | str | None) -> int | None:
         return None
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match and match[2].upper() in _UNITS:
+        if match and match[2].upper() in _UNITS and ("." not in match[1] or _UNITS[match[2].upper()] > 1):
             return int(float(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trunkline.tiers.account import TierName, in_units
+from trunkline.tiers.account import BEYOND, TierName, in_units
 from trunkline.tiers.ranges import Ranges
 
 
@@ -49,6 +49,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What the messages say of the settings that led to the requests.
+
+    Attributes:
+        device: the setting that is the device's room.
+        smaller: what makes the chunks under way smaller.
+        less: what there is less to keep with.
+    """
+
+    device: str = "device_budget"
+    smaller: str = "a smaller chunk_size"
+    less: str = "a shorter input"
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where everything rests.
 
@@ -76,7 +91,11 @@ class Placement:
 
 
 def place(
-    requests: Sequence[Request], room: Mapping[TierName, int | None], *, reserved: int = 0, chunk_size: int
+    requests: Sequence[Request],
+    room: Mapping[TierName, int | None],
+    *,
+    reserved: int = 0,
+    advice: Advice = Advice(),
 ) -> Placement:
     """Place stores.
 
@@ -84,7 +103,7 @@ def place(
         requests: in the order in which they may choose, those that are kept after all others.
         room: bytes left in each tier; None is no limit on the device, and no such tier elsewhere.
         reserved: bytes of the device's room that other runs take while they go on, one run at a time.
-        chunk_size: for the messages.
+        advice: for the messages.
 
     Raises:
         ValueError: they do not fit, or the device has no room for what is under way.
@@ -98,10 +117,10 @@ def place(
         live = transit + sum(request.nbytes for request in requests[:staying] if not request.kept)
         kept = sum(request.nbytes for request in requests[:staying] if request.kept)
         if max(live, reserved) + kept <= device:
-            return _greedy(requests, room, transit, reserved)
+            return _greedy(requests, room, transit, reserved, advice)
     raise ValueError(
-        f"device_budget leaves {in_units(device)}, but the chunks under way take {in_units(transit)} with "
-        f"chunk_size={chunk_size:,}: use a smaller chunk_size, prefetch=1, or a larger device_budget."
+        f"{advice.device} leaves {in_units(device)}, but the chunks under way take {in_units(transit)}: use "
+        f"{advice.smaller}, or raise {advice.device}."
     )
 
 
@@ -115,10 +134,12 @@ def _transit(requests: Sequence[Request]) -> int:
     return max(most.values())
 
 
-def _greedy(requests: Sequence[Request], room: Mapping[TierName, int | None], transit: int, reserved: int) -> Placement:
-    live, kept, device = transit, 0, room["device"]
+def _greedy(
+    requests: Sequence[Request], room: Mapping[TierName, int | None], transit: int, reserved: int, advice: Advice
+) -> Placement:
+    live, kept, missing, device = transit, 0, 0, room["device"]
     assert device is not None
-    beyond: dict[TierName, int] = {"host": 0, "disk": 0}
+    beyond: dict[TierName, int] = dict.fromkeys(BEYOND, 0)
     places: dict[str, list[tuple[TierName | None, int]]] = {name: [] for request in requests for name in request.names}
     for request in requests:
         stays = request.stays
@@ -131,21 +152,26 @@ def _greedy(requests: Sequence[Request], room: Mapping[TierName, int | None], tr
                 if stays or name in request.resident_only:
                     places[name].append(("device" if stays else None, 0))
                     continue
-                tier = _beyond(size, beyond, room)
+                size = Ranges.rounded(size)
+                tier = next((tier for tier in beyond if beyond[tier] + size <= (room[tier] or 0)), None)
+                if tier is None:
+                    missing += size
+                    continue
                 places[name].append((tier, beyond[tier]))
-                beyond[tier] += Ranges.rounded(size)
+                beyond[tier] += size
+    if missing:
+        raise ValueError(_does_not_fit(sum(beyond.values()) + missing, missing, room, advice))
     largest = max(size for request in requests for sizes in request.sizes for size in sizes)
     all_sizes = {name: sizes for r in requests for name, sizes in zip(r.names, r.sizes, strict=True)}
     return Placement(places, all_sizes, live, kept, {tier: total for tier, total in beyond.items() if total}, largest)
 
 
-def _beyond(size: int, used: Mapping[TierName, int], room: Mapping[TierName, int | None]) -> TierName:
-    for tier in ("host", "disk"):
-        limit = room[tier]
-        if used[tier] + Ranges.rounded(size) <= (limit or 0):
-            return tier
-    raise ValueError(
-        f"a step does not fit: host_budget leaves {in_units(room['host'] or 0)} and disk_budget "
-        f"{in_units(room['disk'] or 0)} for what device_budget has no room for. Raise one of them, set disk, or keep "
-        "less (keep=(), inputs_every=4)."
+def _does_not_fit(wanted: int, missing: int, room: Mapping[TierName, int | None], advice: Advice) -> str:
+    tiers = [tier for tier in BEYOND if room[tier] is not None]
+    leave = " and ".join(f"{tier}_budget leaves {in_units(room[tier] or 0)}" for tier in tiers)
+    budgets = " or ".join([advice.device, *(f"{tier}_budget" for tier in tiers)])
+    folder = "" if "disk" in tiers else ", set disk to a folder"
+    return (
+        f"a step does not fit: {advice.device} has no room for {in_units(wanted)} of it, and "
+        f"{leave or 'there is no other tier'}: raise {budgets} by {in_units(missing)}{folder}, or use {advice.less}."
     )

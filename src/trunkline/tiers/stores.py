@@ -15,7 +15,7 @@ from trunkline.lanes import Lanes, Move
 from trunkline.tiers import meters
 from trunkline.tiers.account import Account, TierName
 from trunkline.tiers.meters import Meters
-from trunkline.tiers.placement import Placement, Request, place
+from trunkline.tiers.placement import Advice, Placement, Request, place
 from trunkline.tiers.storage import Block, ScratchFile, Storage
 
 
@@ -75,7 +75,7 @@ class Tiers:
             self._lanes = self._backend.lanes()
         return self._lanes
 
-    def place(self, requests: Sequence[Request], *, chunk_size: int) -> Placement:
+    def place(self, requests: Sequence[Request], advice: Advice | None = None) -> Placement:
         """Place the stores of a run, beside those of runs still outstanding.
 
         Raises:
@@ -90,7 +90,7 @@ class Tiers:
                 room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest)
         reserved = max((run.live for run in self._runs), default=0)
         try:
-            return place(requests, room, reserved=reserved, chunk_size=chunk_size)
+            return place(requests, room, reserved=reserved, advice=advice or Advice())
         except ValueError as error:
             if not self._runs:
                 raise

@@ -142,7 +142,7 @@ def describe(error: ValidationError) -> str:
     findings = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
-        message = item["msg"].removeprefix("Value error, ")
+        message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         if item["type"] == "missing":
             findings.append(f"'{name}' is missing; set it in the recipe or with --{name} on the command line")
         elif isinstance(item["input"], (dict, BaseModel)) or not name:
