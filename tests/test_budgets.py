@@ -21,7 +21,7 @@ from oracle import check, collect, plain, relative_error, streamed, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trunkline
-from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.rehearsal import Rehearsal, rehearse
 from trunkline.tiers.placement import Advice, Placement, Request, _transit
 from trunkline.tiers.storage import TierError
 from trunkline.tiers.stores import Stores, Tiers
@@ -267,6 +267,15 @@ def test_a_rehearsal_says_what_a_step_does_to_the_byte(
     with torch.no_grad():
         model(input_ids=ids, labels=ids)
     assert rehearse(model, 37, batch_size=2, backward=False, **choice).peaks["disk"] < expected.peaks["disk"]
+
+
+def test_a_rehearsal_refuses_what_is_no_length_and_reads_well() -> None:
+    model = build("llama")
+    for wrong in ({"seq_len": 0}, {"seq_len": "1M"}, {"seq_len": 8, "batch_size": 0}):
+        with pytest.raises(ValueError, match="give a positive whole number"):
+            rehearse(model, **wrong)
+    assert str(Rehearsal({"device": 3 * 2**29, "host": 0}, {"stash": 0})) == "holds device 1.5 GiB; moves nothing"
+    assert str(rehearse(model, 8)).endswith("moves nothing")
 
 
 def test_a_rehearsal_of_a_model_that_nobody_here_could_run() -> None:

@@ -81,6 +81,12 @@ def test_refused(model: Any, case: str) -> None:
         ({"keep": ("attention", "everything")}, "'everything' is unknown; choose out of"),
         ({"keep": "attn"}, "'attn' is unknown"),
         ({"head_bytes": 0}, "head_bytes=0"),
+        ({"head_bytes": "0MiB"}, "head_bytes='0MiB': give a positive"),
+        ({"head_bytes": "much"}, "head_bytes='much'"),
+        ({"keep": None}, "keep=None: give names out of"),
+        ({"progress": 3}, "progress=3: give a function"),
+        ({"device_budget": 1, "disk": ""}, "disk='': give the path"),
+        ({"device_budget": 1, "disk": 3}, "disk=3: give the path"),
         ({"kernel": "fast"}, "kernel='fast': choose one of auto, cpu_flash, cuda_flash, math"),
         ({"strategy": "fast"}, "strategy='fast': choose one of auto, resident, head_groups, streamed"),
         ({"strategy": "streamed"}, "has no effect without a device_budget"),
@@ -112,6 +118,7 @@ def test_no_target_is_a_loss_of_zero_whatever_it_is_divided_by(model: Any) -> No
 
 
 def test_sizes_auto_chooses() -> None:
+    assert trunkline.StreamConfig(head_bytes="2KiB").head_limit == trunkline.StreamConfig(head_bytes=2048).head_limit
     config = trunkline.StreamConfig()
     assert config.chunk_tokens(torch.device("cpu")) == 4096
     assert config.chunk_tokens(torch.device("cuda")) == 16384

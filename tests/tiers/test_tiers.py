@@ -26,7 +26,7 @@ def test_bytes(given_as: int | str | None, nbytes: int | None) -> None:
     assert parse_bytes("x", given_as) == nbytes
 
 
-@pytest.mark.parametrize("given_as", ["", "GiB", "-1", -1, "24 gigs", True, 1.5, "1e9"])
+@pytest.mark.parametrize("given_as", ["", "GiB", "-1", "0.5", "1.5B", -1, "24 gigs", True, 1.5, "1e9"])
 def test_what_is_no_number_of_bytes(given_as: object) -> None:
     with pytest.raises(ValueError, match="device_budget="):
         parse_bytes("device_budget", given_as)  # type: ignore[arg-type]
