@@ -19,7 +19,7 @@ quickstart: venv
 	$(BIN)/trunkline train examples/quickstart.yaml --overwrite true
 
 test: venv
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not soak and not gpu"
 
 # With a CUDA device, no install: the machine's own Python and PyTorch.
 test-gpu:
@@ -27,7 +27,7 @@ test-gpu:
 	TORCH_CUDA_SANITIZER=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu -k "not under_compute"
 
 soak: venv
-	$(BIN)/python -m pytest -m "soak"
+	$(BIN)/python -m pytest -n auto -m "soak"
 
 lint: venv
 	$(BIN)/ruff format --check .

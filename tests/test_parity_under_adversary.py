@@ -13,7 +13,7 @@ from adversary import AdversaryBackend
 from test_parity import *  # noqa: F403
 
 from trunkline.config import StreamConfig
-from trunkline.tiers.placement import Placement, Request, _transit
+from trunkline.tiers.placement import Advice, Placement, Request, _transit
 from trunkline.tiers.stores import Tiers
 
 # Resident on purpose, or about something else than what a run keeps.
@@ -29,11 +29,11 @@ class Squeezed(Tiers):
         self._random = random.Random(seed)
         self._streams = False  # keys and values stay off the device
 
-    def place(self, requests: Sequence[Request], *, chunk_size: int) -> Placement:
+    def place(self, requests: Sequence[Request], advice: Advice | None = None) -> Placement:
         if requests[0].group == "inner":  # another try for the same run
             if self._streams:
                 raise ValueError("not by head groups this time")
-            return super().place(requests, chunk_size=chunk_size)
+            return super().place(requests, advice)
         self._streams = self._random.random() < 0.5
         if self._streams:
             requests = [replace(request, stays=request.group != "live kv") for request in requests]
@@ -42,7 +42,7 @@ class Squeezed(Tiers):
         self.accounts["device"].budget = int(least + self._random.random() * max(everything - least, 0))
         for _ in range(20):
             try:
-                return super().place(requests, chunk_size=chunk_size)
+                return super().place(requests, advice)
             except ValueError:  # other runs are outstanding
                 self.accounts["device"].budget += everything
         raise AssertionError("no budget is enough")
