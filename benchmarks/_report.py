@@ -194,31 +194,34 @@ def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
     from matplotlib import pyplot as plt
 
     dtypes = [dtype for dtype in TIME_TARGETS if any(row.dtype == dtype for row in rows)]
-    if not dtypes:
+    others = [row for row in rows if row.variant != BASELINE]
+    measures = [memory for memory in (False, True) if any(row.memory if memory else row.time for row in others)]
+    if not dtypes or not measures:
         return
     lengths = sorted({row.length for row in rows})
-    size = (1.6 + 5.4 * len(dtypes), 8.2)
-    figure, axes = plt.subplots(2, len(dtypes), figsize=size, sharex=True, squeeze=False)
+    size = (1.6 + 5.4 * len(dtypes), 1.6 + 3.3 * len(measures))
+    figure, axes = plt.subplots(len(measures), len(dtypes), figsize=size, sharex=True, squeeze=False)
     for column, dtype in enumerate(dtypes):
         own = [row for row in rows if row.dtype == dtype]
-        for axis, memory in zip(axes[:, column], (False, True), strict=True):
+        for axis, memory in zip(axes[:, column], measures, strict=True):
             _panel(axis, own, memory=memory)
             _targets(axis, [(MEMORY_TARGETS[v], _STYLE[v][0]) for v in MEMORY_TARGETS] if memory
                      else [(TIME_TARGETS[dtype], "#0072B2")], lengths)  # fmt: skip
         axes[0, column].set_title(dtype, fontsize=12, fontweight="bold")
-        axes[1, column].set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
-        axes[1, column].set_xlabel("tokens in the sequence")
-    axes[0, 0].set_ylabel("time (lower is better)")
-    axes[1, 0].set_ylabel("extra peak memory (lower is better)")
+        axes[-1, column].set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+        axes[-1, column].set_xlabel("tokens in the sequence")
+    for axis, memory in zip(axes[:, 0], measures, strict=True):
+        axis.set_ylabel(f"{'extra peak memory' if memory else 'time'} (lower is better)")
     found = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     order = [LABELS[variant] for variant in _STYLE if LABELS[variant] in found]
     order += [label for label in found if label not in order]
-    figure.suptitle("Training step relative to gradient checkpointing", fontsize=14, y=0.985)
-    figure.text(0.5, 0.932, subtitle, ha="center", fontsize=9, color="#555555")
+    line = 0.23 / size[1]
+    figure.suptitle("Training step relative to gradient checkpointing", fontsize=14, y=1 - 0.5 * line)
+    figure.text(0.5, 1 - 2.4 * line, subtitle, ha="center", fontsize=9, color="#555555")
     columns = 3 if len(dtypes) > 1 else 2
-    bottom = 0.02 + 0.028 * -(-len(order) // columns)
+    bottom = line * (0.7 + -(-len(order) // columns))
     figure.legend([found[x] for x in order], order, loc="lower center", ncols=columns, frameon=False, fontsize=9)
-    figure.subplots_adjust(left=0.75 / size[0], right=1 - 0.55 / size[0], top=0.885, bottom=bottom + 0.075,
+    figure.subplots_adjust(left=0.75 / size[0], right=1 - 0.55 / size[0], top=1 - 4 * line, bottom=bottom + 2.7 * line,
                            hspace=0.09, wspace=0.16)  # fmt: skip
     figure.savefig(path, dpi=160)
     plt.close(figure)

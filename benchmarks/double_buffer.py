@@ -118,16 +118,12 @@ def draw(chunks: dict[int, dict[str, float]], found: dict[str, Any], path: Path,
     left.set(xlabel="tokens in a chunk", ylabel="milliseconds", title="One chunk")
     left.grid(alpha=0.3)
     left.legend()
-    names = list(found["seconds"])
+    names = [name for name in found["seconds"] if name != OFF]
+    bars = right.bar(names, [100 * exposed_share(found, name) for name in names], color="tab:red", width=0.5)
     off = median(found["seconds"][OFF])
-    total = [median(found["seconds"][name]) / off for name in names]
-    exposed = [median(found["exposed"][name]) / off for name in names]
-    right.bar(names, total, color="tab:blue", label="step")
-    right.bar(
-        names, exposed, bottom=[t - e for t, e in zip(total, exposed, strict=True)], color="tab:red", label="exposed"
-    )
-    right.set(xlabel="buffers (prefetch)", ylabel="time of a step / everything resident", title="One step")
-    right.legend(loc="lower right")
+    right.bar_label(bars, [f"step {median(found['seconds'][name]) / off:.2f} x resident" for name in names], fontsize=8)
+    right.axhline(100 * EXPOSED_TARGET, color="#555555", linestyle="--", linewidth=1)
+    right.set(xlabel="buffers (prefetch)", ylabel="exposed, % of the step", title="One step")
     figure.suptitle(subtitle, fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -153,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(drawn)
     write_json(given.out, {"length": given.length, "layers": given.layers, "chunk_size": given.chunk_size,
                            "chunks": {str(chunk): each for chunk, each in chunks.items()}, **found})  # fmt: skip
-    subtitle = f"{given.length:,} tokens, {given.layers} layers, E=256, H=4, K=2, D=64, fp32, CPU, disk behind it"
+    subtitle = f"{given.length:,} tokens, layers: {given.layers}, E=256, H=4, K=2, D=64, fp32, CPU, disk behind it"
     draw(chunks, found, given.out.with_suffix(".png"), subtitle)
     console.print(f"wrote {given.out} and {given.out.with_suffix('.png')}")
     return int(exposed_share(found, "2") > EXPOSED_TARGET)
