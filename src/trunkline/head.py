@@ -102,7 +102,8 @@ def tile_loss(
 def _used(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which places have a target in some row, and which in all: (S,) each, or (S-1,), on the CPU."""
     if targets.device.type == "meta":  # no contents: as if there were a target everywhere
-        return torch.ones(targets.shape[1], dtype=torch.bool), torch.ones(targets.shape[1], dtype=torch.bool)
+        everywhere = torch.ones(targets.shape[1], dtype=torch.bool)
+        return everywhere, everywhere
     has = targets != IGNORE
     used, full = torch.stack([has.any(0), has.all(0)]).cpu()
     return used, full

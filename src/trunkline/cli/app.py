@@ -131,8 +131,8 @@ def _explained(error: Exception) -> int | None:
 
 
 _MEMORY = (
-    "Use a smaller chunk_size, keep [] and inputs_every 4, set device_budget with host_budget or disk, or lower "
-    "context; optimizer.fp32_master false saves memory of bfloat16 models."
+    "Use a smaller chunk_size, keep [] (in a deep model inputs_every 4, too), set device_budget with host_budget or "
+    "disk, or lower context; optimizer.fp32_master false saves memory of bfloat16 models."
 )
 
 

@@ -160,7 +160,7 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _can_stream(self) -> Self:
-        StreamConfig(**{**self.stream_settings, "keep": frozenset(self.keep)})
+        StreamConfig(**self.stream_settings)
         return self
 
     @property
