@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,7 +72,7 @@ def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed
     targets[0, 9] = 3
     total = head.sweep(
         logits_of, hidden, targets, head.cut(split(20, 8), 3), parameters=list(layer.parameters()),
-        hidden_grads=grads, sums=GradientSums(), before_tile=lambda number, count: None,
+        live=list(layer.parameters()), hidden_grads=grads, sums=GradientSums(), before_tile=lambda number, count: None,
     )  # fmt: skip
     assert seen == [3]
     assert float(total) > 0
@@ -97,11 +99,17 @@ def test_sums_are_fp32_and_rounded_once() -> None:
         sums.add([parameter], [share])
     sums.add([parameter], [None])
     sums.scale_(torch.tensor(0.5))
-    sums.deliver([parameter])
+    kept: list[torch.Tensor | None] = []
+
+    def reduced(parameters: Sequence[nn.Parameter], totals: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        kept.extend(totals)
+        return [total.to(torch.bfloat16) for total in totals if total is not None]
+
+    sums.deliver([parameter], reduced)
+    assert [total.dtype for total in kept if total is not None] == [torch.float32]
     assert parameter.grad is not None
     assert parameter.grad.dtype == torch.bfloat16
     assert torch.equal(parameter.grad, torch.full((3,), 0.5, dtype=torch.bfloat16))
-    assert not sums.parameters
 
 
 def test_tiles_hold_a_thousand_tokens_on_an_accelerator() -> None:

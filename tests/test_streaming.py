@@ -151,12 +151,12 @@ def test_dropout_is_replayed(keep: tuple[str, ...]) -> None:
 
 
 def test_dropout_differs_between_chunks_layers_and_forwards() -> None:
-    from trunkline.conditions import Conditions
+    from trunkline.conditions import Conditions, draw_seed
 
     torch.manual_seed(0)
     draws = []
     for _ in range(2):
-        conditions = Conditions(torch.nn.Identity(), torch.device("cpu"))
+        conditions = Conditions(torch.nn.Identity(), torch.device("cpu"), draw_seed())
         for stage in range(-1, 40):
             for chunk in range(40):
                 with torch.random.fork_rng([]):

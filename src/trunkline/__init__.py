@@ -7,20 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trunkline.config import Progress, StreamConfig
+    from trunkline.parallel.mesh import init_mesh
+    from trunkline.parallel.norm import clip_grad_norm_
+    from trunkline.parallel.sharding import no_sync, shard
     from trunkline.plan.rehearsal import Rehearsal, rehearse
     from trunkline.streaming import read_meters, stream, unstream
     from trunkline.tiers.meters import Meters
 
 __version__ = "0.1.0"
-__all__ = ["Meters", "Progress", "Rehearsal", "StreamConfig", "read_meters", "rehearse", "stream", "unstream"]
+__all__ = [
+    "Meters", "Progress", "Rehearsal", "StreamConfig", "clip_grad_norm_", "init_mesh", "no_sync", "read_meters",
+    "rehearse", "shard", "stream", "unstream",
+]  # fmt: skip
 
 _HOME = {
     "Meters": "trunkline.tiers.meters",
     "Progress": "trunkline.config",
     "Rehearsal": "trunkline.plan.rehearsal",
     "StreamConfig": "trunkline.config",
+    "clip_grad_norm_": "trunkline.parallel.norm",
+    "init_mesh": "trunkline.parallel.mesh",
+    "no_sync": "trunkline.parallel.sharding",
     "read_meters": "trunkline.streaming",
     "rehearse": "trunkline.plan.rehearsal",
+    "shard": "trunkline.parallel.sharding",
     "stream": "trunkline.streaming",
     "unstream": "trunkline.streaming",
 }

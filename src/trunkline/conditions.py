@@ -25,14 +25,26 @@ def autocast_type(device: torch.device) -> str:
     return "cpu" if device.type == "meta" else device.type
 
 
-class Conditions:
-    """Conditions of one forward pass of `module` on `device`."""
+def draw_seed() -> int:
+    """A seed from the user's generator, which moves on by that one draw."""
+    return int(torch.randint(_SEEDS, ()))
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
+
+class Conditions:
+    """Conditions of one forward pass.
+
+    Args:
+        module: that is run.
+        device: where.
+        seed: of all its random states, from `draw_seed`.
+        salt: a number that sets this rank's random states apart from those of other ranks.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, seed: int, salt: int = 0) -> None:
+        self.module = module
         self._device = device
         self._training = module.training
-        self._seed = int(torch.randint(_SEEDS, ()))
+        self._seed = f"{seed} {salt}"
         self._autocast = torch.is_autocast_enabled(autocast_type(device))
         self._autocast_dtype = torch.get_autocast_dtype(autocast_type(device))
         self._flash = best_implementation(device)
@@ -44,7 +56,7 @@ class Conditions:
         Raises:
             RuntimeError: the model has changed between training and evaluation mode since its forward.
         """
-        if self._module.training != self._training:
+        if self.module.training != self._training:
             raise RuntimeError(
                 "the model changed between train() and eval() after this forward: call backward() before changing "
                 "the mode, or run the forward again."

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -27,23 +28,45 @@ class Batch:
         targets: the token that each position is to predict, or -100: (B, S), or (B, S-1) where the last predicts
             nothing; None for logits only.
         num_targets: what the sum of token losses is divided by, 0-dim.
+        divisor: what its gradients are divided by, 0-dim, where that counts the tokens of other batches, too; None for
+            `num_targets`.
+
+    Chunks may reach past the last token; what is there is padding, which nobody attends to and nothing is predicted at.
     """
 
     input_ids_BS: Tensor
     position_ids: Tensor | None = None
     targets: Tensor | None = None
     num_targets: Tensor | None = None
+    divisor: Tensor | None = None
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.input_ids_BS.shape[1]
+
+    def ids(self, chunk: Chunk) -> Tensor:
+        """Token ids of a chunk, (B, C)."""
+        ids_BC = self.input_ids_BS[:, chunk.start : chunk.stop]
+        missing = len(chunk) - ids_BC.shape[1]
+        return F.pad(ids_BC, (0, missing)) if missing else ids_BC
 
     def positions(self, chunk: Chunk) -> Tensor:
-        """Position ids of a chunk, (1, C) or (B, C)."""
-        if self.position_ids is not None:
+        """Position ids of a chunk, (1, C) or (B, C); padding has the last token's."""
+        last = self.seq_len - 1
+        if self.position_ids is None and chunk.stop <= self.seq_len:
+            return torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device)[None]
+        at = torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device).clamp_max(last)
+        if self.position_ids is None:
+            return at[None]
+        if chunk.stop <= self.seq_len:
             return self.position_ids[:, chunk.start : chunk.stop]
-        return torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device)[None]
+        return self.position_ids[:, at]
 
     @property
     def last_position(self) -> int:
         """The highest position id."""
-        return self.input_ids_BS.shape[1] - 1 if self.position_ids is None else int(self.position_ids.max())
+        return self.seq_len - 1 if self.position_ids is None else int(self.position_ids.max())
 
 
 class Decoder(Protocol):
@@ -54,7 +77,7 @@ class Decoder(Protocol):
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
-        """Parameters of each layer, as the model stands now."""
+        """Parameters of each layer, as the model stands now; in parts, if it is sharded."""
         ...
 
     @property
@@ -64,6 +87,40 @@ class Decoder(Protocol):
 
     def engaged(self) -> AbstractContextManager[None]:
         """What must be in place while sweeps run."""
+        ...
+
+    def begin(self) -> None:
+        """Before a forward: parameters are what the optimizer left."""
+        ...
+
+    def present(
+        self, layer: int | None, *, following: int | None = None, again: bool = False
+    ) -> AbstractContextManager[None]:
+        """Have the parameters of a layer whole, or, for None, all that are in no layer.
+
+        A sharded model gathers them for this long.
+
+        Args:
+            layer: which.
+            following: the layer whose parameters will be wanted next: they may be on their way already.
+            again: whether they will be wanted again, in backward.
+        """
+        ...
+
+    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """What stands for parameters in the graph while they are whole."""
+        ...
+
+    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What is added to the `.grad` of parameters, in their dtype.
+
+        Args:
+            parameters: some of this model.
+            totals: their gradients summed over what this rank has computed, fp32 or wider; None where it has none.
+
+        Returns:
+            Their gradients; None for none, or for not yet.
+        """
         ...
 
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from trunkline.config import StreamConfig
 from trunkline.decoder import Batch, Decoder
 from trunkline.gradients import differentiate, reaches
 from trunkline.keeping import Widths, choose
-from trunkline.run import Run
+from trunkline.ranks import Ranks, padded_length
+from trunkline.run import CoreCall, Run
+from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores, Tiers
 
 
@@ -34,13 +37,13 @@ def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
     core = run.core(layer, keep=run.config.keep if differentiate else frozenset())
     if isinstance(core, HeadGroupsCore):
         halves.attend(run, layer, core)
-    attend = core.recall if isinstance(core, HeadGroupsCore) else core.forward
+    attend: CoreCall = core.recall if isinstance(core, HeadGroupsCore) else core.forward
     kept = differentiate and layout.position(layer) == 0
     outputs = run.sequence(layout.input(layer + 1))
     for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising, take=not kept), strict=True):
         run.report("forward", layer, chunk.index, len(run.chunks))
         run.conditions.seed(layer, chunk.index)
-        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(attend, chunk))
+        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(attend, chunk))
         outputs.stash(chunk.index, y_BCE)
     core.end_forward()
     run.cores.append(core if differentiate else None)
@@ -54,6 +57,7 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     assert dy is not None
     assert run.lowest is not None
     parameters = run.layer_parameters[layer]
+    live = run.decoder.live(parameters)
     in_halves = isinstance(core, HeadGroupsCore)
     if isinstance(core, HeadGroupsCore):
         halves.before_backward(run, layer, core)
@@ -66,10 +70,10 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
         chunk = run.chunks[i]
         run.report("backward", layer, i, len(run.chunks))
         x_BCE = x_BCE.detach().requires_grad_(layer > run.lowest)
-        wanted = [*parameters, x_BCE] if x_BCE.requires_grad else parameters
+        wanted = [*live, x_BCE] if x_BCE.requires_grad else live
         run.conditions.seed(layer, i)
         with torch.enable_grad():
-            y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(core.replay, chunk))
+            y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(core.replay, chunk))
         grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
         if x_BCE.requires_grad:
             dx_BCE = grads.pop()  # None where attention alone leads to the input, and passes no gradient on (halves)
@@ -89,7 +93,7 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
         run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
         run.conditions.seed(layer, chunk.index)
         _, k, v, _ = run.decoder.projections(layer, x_BCE, run.batch, chunk)
-        core.put(chunk, k, v)
+        core.put(run.rows[chunk.index], *run.ranks.to_heads(k, v))
 
 
 def regenerate(run: Run, group: range) -> None:
@@ -98,27 +102,32 @@ def regenerate(run: Run, group: range) -> None:
     Where attention was kept nothing attends again: its output stands in for it. Where not, these are forward sweeps,
     and what they compute is kept until the group is done.
     """
-    if len(group) == 1:
-        return
     for layer in group[:-1]:
-        core = run.cores[layer]
-        assert core is not None
-        if isinstance(core, Core) and not core.keep_attention:
-            core.restore()
-            attend = core.forward
-        else:
-            if isinstance(core, HeadGroupsCore) and not core.keep_attention:
-                halves.attend(run, layer, core)
-            attend = core.recall
-        core.keep_all()
-        outputs = run.sequence(run.layout.input(layer + 1))
-        for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
-            run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-            run.conditions.seed(layer, chunk.index)
-            outputs.stash(chunk.index, run.decoder.layer(layer, x_BCE, run.batch, chunk, partial(attend, chunk)))
-        core.end_forward()
-        run.inputs[layer + 1] = outputs
+        with run.decoder.present(layer, following=layer + 1, again=True):
+            run.inputs[layer + 1] = _forward_again(run, layer, group)
     run.stores.settle_all()
+
+
+def _forward_again(run: Run, layer: int, group: range) -> ChunkedSequence:
+    """The outputs of a layer of a group, whose core keeps from now on all that its backward sweep will need."""
+    core = run.cores[layer]
+    assert core is not None
+    if isinstance(core, Core) and not core.keep_attention:
+        core.restore()
+        attend: CoreCall = core.forward
+    else:
+        if isinstance(core, HeadGroupsCore) and not core.keep_attention:
+            halves.attend(run, layer, core)
+        attend = core.recall
+    core.keep_all()
+    outputs = run.sequence(run.layout.input(layer + 1))
+    for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
+        run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
+        run.conditions.seed(layer, chunk.index)
+        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(attend, chunk))
+        outputs.stash(chunk.index, y_BCE)
+    core.end_forward()
+    return outputs
 
 
 def embed_forward(run: Run, *, differentiate: bool) -> None:
@@ -138,7 +147,7 @@ def embed_forward(run: Run, *, differentiate: bool) -> None:
 
 def lowest_layer(run: Run, x_BCE: Tensor) -> int | None:
     """The lowest layer that backward must reach, given an output of the embedding; see `Run.lowest`."""
-    if reaches(x_BCE, run.other_parameters):
+    if reaches(x_BCE, run.decoder.live(run.other_parameters)):
         return -1
     return min((i for i, parameters in enumerate(run.layer_parameters) if parameters), default=None)
 
@@ -148,12 +157,13 @@ def embed_backward(run: Run) -> None:
     dy = run.dy
     assert dy is not None
     parameters = run.other_parameters
+    live = run.decoder.live(parameters)
     for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
         run.report("backward", -1, i, len(run.chunks))
         run.conditions.seed(-1, i)
         with torch.enable_grad():
             x_BCE = run.decoder.embed(run.batch, run.chunks[i])
-        run.sums.add(parameters, differentiate([x_BCE], parameters, [dy_BCE]))
+        run.sums.add(parameters, differentiate([x_BCE], live, [dy_BCE]))
 
 
 def place(run: Run, *, differentiate: bool) -> None:
@@ -166,7 +176,7 @@ def place(run: Run, *, differentiate: bool) -> None:
     key = len(x_BCE), x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
     if key not in tiers.widths:
         tiers.widths[key] = widths_of(run, x_BCE.detach(), token)
-    layout, placement = choose(run.layout, tiers.widths[key], run.chunks, tiers)
+    layout, placement = choose(run.layout, tiers.widths[key], run.chunks, run.rows, tiers)
     run.head_groups = layout.head_groups
     run.stores = Stores(tiers, placement)
 
@@ -181,23 +191,26 @@ def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
             calls.append((q, k, v))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-        hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch, token, attend).nbytes)
-        layers.append(Widths.of_attention(*calls[0], run.config.kernel))
-        num_kv_heads = math.gcd(num_kv_heads, calls[0][1].shape[1])
+        with run.decoder.present(layer):
+            hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch, token, attend).nbytes)
+        q, k, v = (run.ranks.own_heads(x) for x in calls[0])
+        layers.append(Widths.of_attention(q, k, v, run.config.kernel))
+        num_kv_heads = math.gcd(num_kv_heads, k.shape[1])
     return Widths(hidden, layers, num_kv_heads)
 
 
 def forward(
-    decoder: Decoder, config: StreamConfig, batch: Batch, module: torch.nn.Module, tiers: Tiers
+    decoder: Decoder, config: StreamConfig, batch: Batch, conditions: Conditions, tiers: Tiers, ranks: Ranks
 ) -> tuple[Run, bool]:
     """All layers of a forward pass, up to the final hidden state.
 
     Args:
-        decoder: the model.
+        decoder: the model, with what is in no layer present.
         config: settings.
         batch: what the forward is about.
-        module: the module whose training flag must hold until backward.
+        conditions: under which it runs, and its replay.
         tiers: of the model.
+        ranks: that share the sequence.
 
     Returns:
         The run, its last entry of `inputs` being the final hidden state, and whether it can be differentiated.
@@ -207,28 +220,36 @@ def forward(
     other_parameters = [p for p in decoder.other_parameters if p.requires_grad]
     differentiate = torch.is_grad_enabled() and batch.targets is not None
     differentiate = differentiate and bool(other_parameters or any(layer_parameters))
-    chunks = split(batch.input_ids_BS.shape[1], config.chunk_tokens(device))
-    reread = [*module.parameters(), batch.input_ids_BS, batch.position_ids] if differentiate else []
+    chunks = split(padded_length(batch.seq_len, ranks.size), padded_length(config.chunk_tokens(device), ranks.size))
+    own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
+    everything = [*decoder.other_parameters, *(p for layer in decoder.layer_parameters for p in layer)]
+    reread = [*everything, batch.input_ids_BS, batch.position_ids] if differentiate else []
     watched = [(x, x._version) for x in reread if x is not None]
-    conditions = Conditions(module, device)
-    run = Run(decoder, config, batch, conditions, chunks, layer_parameters, other_parameters, watched, Stores(tiers))
+    run = Run(decoder, config, batch, conditions, ranks, own, rows, layer_parameters, other_parameters, watched,
+              Stores(tiers))  # fmt: skip
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         if tiers.limited:
             place(run, differentiate=differentiate)
         with run.stores.closed_on_error():
             embed_forward(run, differentiate=differentiate)
             for layer in range(decoder.num_layers):
-                forward_sweep(run, layer, differentiate=run.lowest is not None and layer >= run.lowest)
+                again = run.lowest is not None and layer >= run.lowest
+                following = layer + 1 if layer + 1 < decoder.num_layers else None
+                with decoder.present(layer, following=following, again=again):
+                    forward_sweep(run, layer, differentiate=again)
             run.stores.settle_all()
     return run, differentiate
 
 
 def last_logits(run: Run, count: int) -> Tensor:
     """Logits of the last `count` positions, (B, count, V)."""
-    wanted = [chunk.index for chunk in run.chunks if run.chunks[-1].stop - chunk.stop < count]
+    ends = list(accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
+    wanted = [i for i, end in enumerate(ends) if end > run.batch.seq_len - count]
     with run.conditions.restored(), run.decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
-        tail = torch.cat([x_BCE[:, -count:] for x_BCE in run.inputs[-1].read(wanted)], dim=1)[:, -count:]
+        tail = torch.cat([run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
         run.stores.close()
+        padding = ends[-1] - run.batch.seq_len
+        tail = tail[:, tail.shape[1] - padding - count : tail.shape[1] - padding]
         return run.decoder.head(tail)
 
 
@@ -249,7 +270,8 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     tile_tokens = head.tile_tokens(run.config.head_limit, *shape, device=batch.input_ids_BS.device)
     # transformers' norms compute in fp32 in fp64 models too: only what plain autograd feeds them rounds alike.
     early = dtype == torch.float64
-    run.divisor = None if early else batch.num_targets
+    divisor = batch.num_targets if batch.divisor is None else batch.divisor
+    run.divisor = None if early else divisor
     with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
         total = head.sweep(
             decoder.head,
@@ -257,15 +279,16 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
             batch.targets,
             head.cut(run.chunks, tile_tokens),
             parameters=run.other_parameters,
+            live=decoder.live(run.other_parameters),
             hidden_grads=run.dy,
             sums=run.sums if differentiate else None,
-            divisor=batch.num_targets if early else None,
+            divisor=divisor if early else None,
             before_tile=partial(run.report, "head", -1),
         )
         run.stores.settle_all()
         if not differentiate:
             run.stores.close()
-    value = (total / batch.num_targets).to(dtype)
+        value = (run.ranks.total(total) / batch.num_targets).to(dtype)
     if not differentiate:
         return value
     anchor = torch.zeros((), requires_grad=True)
@@ -289,16 +312,22 @@ def backward(run: Run, grad_output: Tensor) -> None:
     factor = grad_output if run.divisor is None else grad_output / run.divisor.to(grad_output.dtype)
     run.sums.scale_(factor)
     layout = run.layout
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+    with (
+        run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error(),
+        decoder.present(None),
+    ):  # fmt: skip
         for group in layout.groups():
             regenerate(run, group)
             for layer in reversed(group):
-                backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)
-                run.sums.deliver(_owned(run, layer))
+                with decoder.present(layer, following=layer - 1 if layer > group.start else None):
+                    backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)
+                run.sums.deliver(_owned(run, layer), decoder.reduced)
         if run.lowest == -1:
             embed_backward(run)
         run.stores.close()
-    run.sums.deliver(run.sums.parameters)
+    delivered = {p for layer in layout.trained for p in _owned(run, layer)}
+    everything = dict.fromkeys([*run.other_parameters, *(p for layer in run.layer_parameters for p in layer)])
+    run.sums.deliver([p for p in everything if p not in delivered], decoder.reduced)
 
 
 def _owned(run: Run, layer: int) -> list[Parameter]:

@@ -7,7 +7,7 @@ seven times as large.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def differentiate(
         return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
-def reaches(output: Tensor, parameters: Sequence[Parameter]) -> bool:
+def reaches(output: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether any of these parameters is in the graph of `output`."""
     searched = {id(parameter) for parameter in parameters}
     seen: set[Any] = set()
@@ -42,6 +42,9 @@ def reaches(output: Tensor, parameters: Sequence[Parameter]) -> bool:
             return True
         todo.extend(following for following, _ in node.next_functions)
     return False
+
+
+Reduced = Callable[[Sequence[Parameter], Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 class GradientSums:
@@ -58,27 +61,26 @@ class GradientSums:
             total = self._sums.get(parameter)
             if total is None:
                 # A gradient may be a view of something larger, or expanded: the sum is a tensor of its own.
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._sums[parameter] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self._sums[parameter] = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
             else:
                 total.add_(gradient)
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """Those that have a sum."""
-        return list(self._sums)
 
     def scale_(self, factor: Tensor) -> None:
         """Multiply every sum by `factor` (0-dim)."""
         for total in self._sums.values():
             total.mul_(factor)
 
-    def deliver(self, parameters: Sequence[Parameter]) -> None:
-        """Round the sums of these parameters to their dtype and accumulate them into `.grad`.
+    def deliver(self, parameters: Sequence[Parameter], reduced: Reduced) -> None:
+        """Accumulate the sums of these parameters into `.grad`.
 
         It goes through autograd's own accumulation at the leaf, so that hooks registered on a parameter run, once.
+
+        Args:
+            parameters: whose sums are complete.
+            reduced: makes of parameters and their sums what is added to `.grad`; see `Decoder.reduced`.
         """
-        done = [parameter for parameter in parameters if parameter in self._sums]
-        if done:
-            gradients = [self._sums.pop(parameter).to(parameter.dtype) for parameter in done]
-            torch.autograd.backward(done, gradients)
+        gradients = reduced(parameters, [self._sums.pop(parameter, None) for parameter in parameters])
+        ready = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        if ready:
+            torch.autograd.backward([p for p, _ in ready], [gradient for _, gradient in ready])

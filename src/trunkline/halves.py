@@ -19,7 +19,7 @@ def attend(run: Run, layer: int, core: HeadGroupsCore) -> None:
     """The first half of a layer, and all its attention; the layer's inputs stay."""
     for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
         run.conditions.seed(layer, chunk.index)
-        core.project(chunk, *run.decoder.projections(layer, x_BCE, run.batch, chunk))
+        core.project(run.rows[chunk.index], *run.project(layer, x_BCE, chunk))
     core.attend()
 
 
@@ -41,15 +41,16 @@ def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:
     assert run.dy is not None
     assert run.lowest is not None
     parameters = run.layer_parameters[layer]
+    live = run.decoder.live(parameters)
     with_input = layer > run.lowest
     dy = iter(run.dy.read(run.falling, take=True)) if with_input else None
     for i, x_BCE in zip(run.falling, run.inputs[layer].read(run.falling, take=True), strict=True):
         x_BCE = x_BCE.detach().requires_grad_(with_input)
-        wanted = [*parameters, x_BCE] if with_input else parameters
+        wanted = [*live, x_BCE] if with_input else live
         run.conditions.seed(layer, i)
         with torch.enable_grad():
-            *projections, _ = run.decoder.projections(layer, x_BCE, run.batch, run.chunks[i])
-        gradients = core.gradients(run.chunks[i])
+            *projections, _ = run.project(layer, x_BCE, run.chunks[i])
+        gradients = core.gradients(run.rows[i])
         pairs = [(x, dx) for x, dx in zip(projections, gradients, strict=True) if x.requires_grad]
         grads = differentiate([x for x, _ in pairs], wanted, [dx for _, dx in pairs])
         if dy is not None:

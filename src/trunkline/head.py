@@ -123,6 +123,7 @@ def sweep(
     tiles: Sequence[Tile],
     *,
     parameters: Sequence[Parameter],
+    live: Sequence[Tensor],
     hidden_grads: ChunkedSequence | None,
     sums: GradientSums | None,
     divisor: Tensor | None = None,
@@ -137,6 +138,7 @@ def sweep(
             nothing.
         tiles: from `cut`.
         parameters: those that may get a gradient from the head.
+        live: what stands for them in the graph.
         hidden_grads: receives d sum / d hidden; None where nothing below the head is trained.
         sums: receives d sum / d parameters; None where no gradient is wanted at all.
         divisor: what the gradients are divided by at once, 0-dim; None leaves them those of the sum.
@@ -155,7 +157,8 @@ def sweep(
         if tile.start == chunk.start:
             x_BCE = reading.next()
             dx_BCE = torch.zeros_like(x_BCE) if hidden_grads is not None else None
-        if used[tile.start : tile.stop].any():
+        # Without any target the first tile stands for all: then its gradients are zeros, as autograd's are.
+        if used[tile.start : tile.stop].any() or (number == 0 and not used.any()):
             x_BTE = x_BCE[:, tile.within].detach().requires_grad_(hidden_grads is not None)
             with torch.set_grad_enabled(sums is not None):
                 logits_BTV = logits_of(x_BTE)
@@ -169,7 +172,7 @@ def sweep(
             if grad_BTV is not None and sums is not None:
                 if divisor is not None:
                     grad_BTV.div_(divisor)
-                wanted = [*parameters, x_BTE] if dx_BCE is not None else list(parameters)
+                wanted = [*live, x_BTE] if dx_BCE is not None else list(live)
                 grads = differentiate([logits_BTV], wanted, [grad_BTV])
                 if dx_BCE is not None and (dx_BTE := grads.pop()) is not None:
                     dx_BCE[:, tile.within] = dx_BTE

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -134,18 +134,58 @@ class Arguments:
         return layer(**{**self.kwargs, "hidden_states": x_BCE})
 
 
+class Parameters(Protocol):
+    """Where a model's parameters are: the part of a `Decoder` that is about them."""
+
+    device: torch.device
+    layer_parameters: list[list[Parameter]]
+    other_parameters: list[Parameter]
+
+    def take_over(self) -> None:
+        """When parameters are gathered is up to sweeps from now on."""
+        ...
+
+    def hand_back(self) -> None:
+        """It is up to the model's own calls again."""
+        ...
+
+    def handed_back(self) -> contextlib.AbstractContextManager[None]:
+        """The same for as long as this lasts."""
+        ...
+
+    def begin(self) -> None:
+        """See `Decoder.begin`."""
+        ...
+
+    def present(
+        self, layer: int | None, *, following: int | None = None, again: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `Decoder.present`."""
+        ...
+
+    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """See `Decoder.live`."""
+        ...
+
+    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduced`."""
+        ...
+
+
 class HuggingFaceDecoder:
     """The `Decoder` that the engine runs, for a transformers causal language model.
 
     Args:
         model: the model, unmodified.
+        sharding: how its parameters are spread over ranks; None where they are not.
 
     Raises:
         ValueError: its layers cannot be found.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, sharding: Parameters | None = None) -> None:
         self.model = model
+        self.sharding = sharding
         self._forward: Callable[..., Any] = model.forward
         self.layers = find_layers(model)
         self.num_layers = len(self.layers)
@@ -168,15 +208,24 @@ class HuggingFaceDecoder:
         self.__dict__.update(state, lock=threading.RLock())
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        own: torch.device = self.model.get_input_embeddings().weight.device
+        return own if self.sharding is None else self.sharding.device
+
+    @property
     def layer_parameters(self) -> list[list[Parameter]]:
         """Parameters of each layer, adapters included, as the model stands now."""
+        if self.sharding is not None:
+            return self.sharding.layer_parameters
         return [list(layer.parameters()) for layer in self.layers]
 
     @property
     def other_parameters(self) -> list[Parameter]:
         """All other parameters: embedding, final norm, unembedding."""
-        inside = {p for layer in self.layers for p in layer.parameters()}
-        return [p for p in self.model.parameters() if p not in inside]
+        if self.sharding is not None:
+            return self.sharding.other_parameters
+        return parameters_outside(self.model, self.layers)
 
     @contextlib.contextmanager
     def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
@@ -191,10 +240,33 @@ class HuggingFaceDecoder:
                 for config, implementation in zip(self._configs, before, strict=True):
                     config._attn_implementation = implementation
 
+    def begin(self) -> None:
+        """See `Decoder.begin`."""
+        if self.sharding is not None:
+            self.sharding.begin()
+
+    def present(
+        self, layer: int | None, *, following: int | None = None, again: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """See `Decoder.present`."""
+        if self.sharding is None:
+            return contextlib.nullcontext()
+        return self.sharding.present(layer, following=following, again=again)
+
+    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """See `Decoder.live`."""
+        return list(parameters) if self.sharding is None else self.sharding.live(parameters)
+
+    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduced`."""
+        if self.sharding is not None:
+            return self.sharding.reduced(parameters, totals)
+        pairs = zip(parameters, totals, strict=True)
+        return [None if total is None else total.to(parameter.dtype) for parameter, total in pairs]
+
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
         """See `Decoder.embed`."""
-        at = slice(chunk.start, chunk.stop)
-        return self.record(0, batch.positions(chunk), input_ids=batch.input_ids_BS[:, at]).hidden
+        return self.record(0, batch.positions(chunk), input_ids=batch.ids(chunk)).hidden
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
         """See `Decoder.layer`."""
@@ -227,6 +299,12 @@ class HuggingFaceDecoder:
         with contextlib.suppress(_Stop):
             self.layer(index, x_BCE, batch, chunk, stop)
         return taken[0]
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        """The model's own logits (B, S, V), as if it were not streamed."""
+        with contextlib.nullcontext() if self.sharding is None else self.sharding.handed_back():
+            logits_BSV: Tensor = self.model(input_ids=ids_BS, use_cache=False, return_dict=True).logits
+        return logits_BSV
 
     def head(self, x_BTE: Tensor) -> Tensor:
         """See `Decoder.head`."""
@@ -271,6 +349,12 @@ def first(y: Any) -> Tensor:
     return hidden
 
 
+def parameters_outside(model: nn.Module, layers: nn.ModuleList) -> list[Parameter]:
+    """Those of a model that are in none of its layers."""
+    inside = {p for layer in layers for p in layer.parameters()}
+    return [p for p in model.parameters() if p not in inside]
+
+
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers of a model: the one list as long as the config says.
 
@@ -292,3 +376,23 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     if len(lists) != 1:
         raise Unsupported(f"{name} has {len(lists)} lists of {config.num_hidden_layers} decoder layers instead of one.")
     return lists[0]
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without PEFT's wrappers.
+
+    Raises:
+        ValueError: it is none, or is wrapped in DistributedDataParallel.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, whose reduction runs before a streamed backward is done: "
+            "pass the model itself, and trunkline.stream(model, mesh=trunkline.init_mesh()) for several ranks."
+        )
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model: give a causal language model from transformers, or a "
+            "PEFT model around one."
+        )
+    return base

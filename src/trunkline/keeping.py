@@ -135,12 +135,15 @@ class Requests:
     Args:
         layout: their names.
         widths: of everything.
-        chunks: of the sequence.
+        chunks: of the sequence, of each the tokens of this rank.
+        rows: that attention of each chunk has on this rank.
         prefetch: tensors of one store on the device at a time.
     """
 
-    def __init__(self, layout: Layout, widths: Widths, chunks: Sequence[Chunk], prefetch: int) -> None:
-        self._layout, self._widths, self._chunks = layout, widths, chunks
+    def __init__(
+        self, layout: Layout, widths: Widths, chunks: Sequence[Chunk], rows: Sequence[Chunk], prefetch: int
+    ) -> None:
+        self._layout, self._widths, self._chunks, self._rows = layout, widths, chunks, rows
         # A reader's user still holds the chunk before the one that it takes.
         self._reading, self._writing = prefetch + 1, max(prefetch - 1, 1)
         self._both = self._reading + self._writing
@@ -151,9 +154,17 @@ class Requests:
         return attention + self._live_hidden() + self._kept()
 
     def _request(
-        self, widths: dict[str, int], forward: int, backward: int, *, group: str = "", kept: bool = False
+        self,
+        widths: dict[str, int],
+        forward: int,
+        backward: int,
+        *,
+        group: str = "",
+        kept: bool = False,
+        hidden: bool = False,
     ) -> Request:
-        sizes = tuple(tuple(len(chunk) * width for chunk in self._chunks) for width in widths.values())
+        chunks = self._chunks if hidden else self._rows
+        sizes = tuple(tuple(len(chunk) * width for chunk in chunks) for width in widths.values())
         group = group or next(iter(widths)).split()[0]
         return Request(tuple(widths), sizes, group, forward, backward, kept)
 
@@ -199,9 +210,9 @@ class Requests:
         """Layer inputs that do not wait for a backward, and those of a group that are computed again."""
         layout, hidden, both = self._layout, self._widths.hidden, self._both
         positions = sorted({layout.position(layer) for layer in layout.trained})
-        found = [self._request({f"live {position}": hidden}, both, both) for position in positions[1:]]
+        found = [self._request({f"live {position}": hidden}, both, both, hidden=True) for position in positions[1:]]
         if layout.trained.start > 0:
-            found += [self._request({f"pass {i}": hidden}, both, 0) for i in range(2)]
+            found += [self._request({f"pass {i}": hidden}, both, 0, hidden=True) for i in range(2)]
         return found
 
     def _kept(self) -> list[Request]:
@@ -209,7 +220,7 @@ class Requests:
         layout, widths, both, keep = self._layout, self._widths, self._both, self._layout.config.keep
         if not layout.trained:
             return []
-        found = [self._request({"dy": widths.hidden}, both, both, kept=True)]
+        found = [self._request({"dy": widths.hidden}, both, both, kept=True, hidden=True)]
         for layer in reversed(layout.trained):
             width, core, count = widths.layers[layer], layout.core(layer), layout.head_groups
             if "kv" in keep and count == 1:
@@ -221,7 +232,7 @@ class Requests:
                     parts = {o: width["o"] // count, lse: width["lse"] // count}
                     found.append(self._request(parts, both, self._reading, kept=True))
             if layout.position(layer) == 0:
-                found.append(self._request({f"input {layer}": widths.hidden}, both, both, kept=True))
+                found.append(self._request({f"input {layer}": widths.hidden}, both, both, kept=True, hidden=True))
         return found
 
 
@@ -239,13 +250,16 @@ def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> Advice:
     )
 
 
-def choose(layout: Layout, widths: Widths, chunks: Sequence[Chunk], tiers: Tiers) -> tuple[Layout, Placement]:
+def choose(
+    layout: Layout, widths: Widths, chunks: Sequence[Chunk], rows: Sequence[Chunk], tiers: Tiers
+) -> tuple[Layout, Placement]:
     """Place the stores of a run, by the first strategy that fits or the one that is set.
 
     Args:
         layout: with all heads at once.
         widths: of everything.
-        chunks: of the sequence.
+        chunks: of the sequence, of each the tokens of this rank.
+        rows: that attention of each chunk has on this rank.
         tiers: where it may rest.
 
     Returns:
@@ -257,7 +271,7 @@ def choose(layout: Layout, widths: Widths, chunks: Sequence[Chunk], tiers: Tiers
     strategy, advice = layout.config.strategy, advice_on(layout.config, tiers, len(chunks[0]))
 
     def placed(layout: Layout, *, streamed: bool = False) -> Placement:
-        asked = Requests(layout, widths, chunks, tiers.prefetch).all()
+        asked = Requests(layout, widths, chunks, rows, tiers.prefetch).all()
         if streamed:
             asked = [replace(request, stays=request.group != "live kv") for request in asked]
         return tiers.place(asked, advice)

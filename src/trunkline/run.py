@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,11 +14,14 @@ from trunkline.attention.groups import HeadGroupsCore
 from trunkline.chunking import Chunk
 from trunkline.conditions import Conditions
 from trunkline.config import Progress, StreamConfig
-from trunkline.decoder import Batch, Decoder
+from trunkline.decoder import Attend, Batch, Decoder
 from trunkline.gradients import GradientSums
 from trunkline.keeping import INNER, Layout
+from trunkline.ranks import Ranks
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores
+
+CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, float], Tensor]  # rows, q, k, v, scale -> output
 
 
 @dataclass(slots=True)
@@ -28,7 +32,9 @@ class Run:
     config: StreamConfig
     batch: Batch
     conditions: Conditions
-    chunks: list[Chunk]
+    ranks: Ranks
+    chunks: list[Chunk]  # of the sequence, of each the tokens that this rank computes
+    rows: list[Chunk]  # that attention of each chunk has on this rank
     layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
     other_parameters: list[Parameter]
     watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
@@ -64,10 +70,27 @@ class Run:
     def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
         """A core for a layer, whose outputs, or keys and values, are kept."""
         layout = self.layout
-        common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores}
+        common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores,
+                  "gather": self.ranks.gather}  # fmt: skip
         if self.head_groups > 1:
-            return HeadGroupsCore(self.chunks, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
-        return Core(self.chunks, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
+            return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
+        return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
+
+    def attention(self, core: CoreCall, chunk: Chunk) -> Attend:
+        """The attention of a chunk: a core's, between the exchanges that bring it heads and give back tokens."""
+        rows, ranks = self.rows[chunk.index], self.ranks
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            q, k, v = ranks.to_heads(q, k, v)
+            return ranks.to_tokens(core(rows, q, k, v, scale))
+
+        return attend
+
+    def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, float]:
+        """What a core is called with for a chunk, and nothing that follows."""
+        *projections, scale = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        q, k, v = self.ranks.to_heads(*projections)
+        return q, k, v, scale
 
     @staticmethod
     def scaled(x: Tensor, factor: Tensor) -> Tensor:

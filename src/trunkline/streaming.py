@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trunkline import engine, inputs, support
+from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig, keepable
-from trunkline.huggingface import HuggingFaceDecoder
+from trunkline.decoder import Batch
+from trunkline.huggingface import HuggingFaceDecoder, Parameters, base_model
+from trunkline.ranks import Agreement, Alone, Ranks
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.meters import Meters
 from trunkline.tiers.stores import Tiers
@@ -36,6 +42,7 @@ def stream(
     disk: str | Path | None = None,
     disk_budget: int | str | None = None,
     prefetch: int = 2,
+    mesh: DeviceMesh | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> M:
     """Make a decoder-only model run its forward and backward in chunks of the sequence, in place.
@@ -58,6 +65,8 @@ def stream(
         disk: folder for a scratch file, for what the host has no room for.
         disk_budget: most bytes in that file; None is what is free on its disk.
         prefetch: tensors of one store on the device at a time; 1 turns double buffering off.
+        mesh: the ranks that share the work, from `init_mesh`; every rank calls this, and the model, alike. Parameters
+            are spread over them by `shard`, beforehand, or are whole on each.
         progress: called with a `Progress` before each chunk's work is issued.
 
     Returns:
@@ -71,7 +80,7 @@ def stream(
         kernel=kernel, strategy=strategy, inputs_every=inputs_every, device_budget=device_budget,
         host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, progress=progress,
     )  # fmt: skip
-    base = _base(model)
+    base = base_model(model)
     if isinstance(base.__dict__.get("forward"), StreamedForward):
         unstream(model)
     if "forward" in base.__dict__:
@@ -86,9 +95,18 @@ def stream(
             f"the parameters of this {type(base).__name__} are on {', '.join(devices)}: put the model on one device "
             "before stream(), without device_map."
         )
-    decoder = HuggingFaceDecoder(base)
-    support.verify(decoder)
-    streamed = base.forward = StreamedForward(decoder, config)
+    ranks, sharding = _over(base, mesh)
+    decoder = HuggingFaceDecoder(base, sharding)
+    try:
+        if sharding is not None:
+            sharding.take_over()
+        with ranks.guarded():
+            support.verify(decoder)
+    except BaseException:
+        if sharding is not None:
+            sharding.hand_back()
+        raise
+    streamed = base.forward = StreamedForward(decoder, config, ranks)
     if model is not base and base.get_input_embeddings().weight.device.type != "meta":
         try:
             _check_reached(model, streamed)
@@ -96,6 +114,19 @@ def stream(
             del base.forward
             raise
     return model
+
+
+def _over(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple[Ranks, Parameters | None]:
+    """The ranks that share the work, and how they share the parameters."""
+    if mesh is None:
+        if any(isinstance(m, FSDPModule) for m in base.modules()):
+            raise ValueError("this model is sharded over ranks: give stream() the mesh, too.")
+        return Alone(), None
+    from trunkline.parallel.group import MeshRanks
+    from trunkline.parallel.sharding import sharding_of
+
+    sharding = sharding_of(base, mesh)
+    return MeshRanks(mesh), sharding
 
 
 def unstream(model: M) -> M:
@@ -106,9 +137,12 @@ def unstream(model: M) -> M:
     Raises:
         ValueError: the model is not streamed.
     """
-    base = _base(model)
-    if _streamed_forward(base) is None:
+    base = base_model(model)
+    forward = _streamed_forward(base)
+    if forward is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to undo.")
+    if forward.decoder.sharding is not None:
+        forward.decoder.sharding.hand_back()
     del base.forward
     base.__dict__.pop("_original_forward", None)  # accelerate's note of what it wrapped
     return model
@@ -120,11 +154,12 @@ def read_meters(model: nn.Module) -> Meters:
     Raises:
         ValueError: the model is not streamed.
     """
-    base = _base(model)
+    base = base_model(model)
     forward = _streamed_forward(base)
     if forward is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to read.")
-    return forward.tiers.read_meters()
+    found = forward.tiers.read_meters()
+    return found if forward.ranks.traffic is None else found.with_lane("comm", forward.ranks.traffic)
 
 
 def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
@@ -137,7 +172,7 @@ def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
 
 def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
     """Run a wrapper around the model once, on two tokens, to see that it does call the streamed forward."""
-    device = streamed.decoder.model.get_input_embeddings().weight.device
+    device = streamed.decoder.device
     with torch.no_grad(), support.random_state_kept(device), support.evaluation(model):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
     if streamed.calls == 0:
@@ -147,31 +182,16 @@ def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
         )
 
 
-def _base(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without PEFT's wrappers."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, whose reduction runs before a streamed backward is done: "
-            "pass the model itself."
-        )
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(base, PreTrainedModel):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model: give stream() a causal language model from "
-            "transformers, or a PEFT model around one."
-        )
-    return base
-
-
 class StreamedForward:
     """A model's `forward` while it is streamed: transformers' signature and semantics, in chunks.
 
     An object rather than a closure, so that a deep copy of the model streams the copy.
     """
 
-    def __init__(self, decoder: HuggingFaceDecoder, config: StreamConfig) -> None:
+    def __init__(self, decoder: HuggingFaceDecoder, config: StreamConfig, ranks: Ranks) -> None:
         self.decoder = decoder
         self.config = config
+        self.ranks = ranks
         self.calls = 0
         self._tiers: Tiers | None = None
         self._tiers_device: torch.device | None = None
@@ -184,7 +204,7 @@ class StreamedForward:
     @property
     def tiers(self) -> Tiers:
         """Where what forwards keep rests; of the device on which the model is now."""
-        device = next(self.decoder.model.parameters()).device
+        device = self.decoder.device
         if self._tiers is None or self._tiers_device != device:
             self._tiers, self._tiers_device = tiers_for(device, self.config), device
         return self._tiers
@@ -208,11 +228,6 @@ class StreamedForward:
         model = self.decoder.model
         if args and args[0] is model:  # accelerate makes a method of what it finds below its wrappers
             args = args[1:]
-        if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
-            raise ValueError(
-                f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes what it needs: "
-                "call model.gradient_checkpointing_disable() (gradient_checkpointing=False in TrainingArguments)."
-            )
         given = self.__signature__.bind(*args, **kwargs).arguments
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -220,13 +235,52 @@ class StreamedForward:
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if given.get(flag) is None:
                 given[flag] = getattr(model.config, flag, None)
-        weight = model.get_input_embeddings().weight
-        wanted = inputs.read(given, type(model).__name__, weight.shape[0])
-        if wanted.batch.input_ids_BS.device != weight.device:
+        wanted, agreement = self._begin(given)
+        batch = wanted.batch
+        if agreement.num_targets is not None and given.get("num_items_in_batch") is None:
+            batch = replace(batch, divisor=agreement.num_targets)
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        conditions = Conditions(model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        self.decoder.begin()
+        with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
+            support.check_length(self.decoder, batch.seq_len, batch.last_position)
+            run, differentiate = engine.forward(self.decoder, self.config, batch, conditions, self.tiers, self.ranks)
+            if batch.targets is not None:
+                loss = engine.loss(run, differentiate=differentiate)
+            else:
+                logits = engine.last_logits(run, wanted.logits_to_keep)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return output if wanted.return_dict else output.to_tuple()
+
+    def _begin(self, given: dict[str, Any]) -> tuple[inputs.Wanted, Agreement]:
+        """Check what a forward was given, with all other ranks, before the first sweep."""
+        found: list[inputs.Wanted] = []
+
+        def read() -> Batch:
+            found.append(self._read(given))
+            return found[0].batch
+
+        labels = given.get("labels") is not None or given.get("shift_labels") is not None
+        kind = f"{labels} {torch.is_grad_enabled()} {given.get('num_items_in_batch') is not None}"
+        _, agreement = self.ranks.begin(read, kind, draw_seed())
+        return found[0], agreement
+
+    def _read(self, given: dict[str, Any]) -> inputs.Wanted:
+        """Check what a forward was given, as far as this rank alone can."""
+        model = self.decoder.model
+        if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
             raise ValueError(
-                f"input_ids are on {wanted.batch.input_ids_BS.device} and the model is on {weight.device}: a streamed "
-                "model is one process and one device. Move the input; under torch.nn.DataParallel, which Trainer uses "
-                "where it sees several devices, let it see one (CUDA_VISIBLE_DEVICES=0)."
+                f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes what it needs: "
+                "call model.gradient_checkpointing_disable() (gradient_checkpointing=False in TrainingArguments)."
+            )
+        wanted = inputs.read(given, type(model).__name__, model.get_input_embeddings().weight.shape[0])
+        device = wanted.batch.input_ids_BS.device
+        if device != self.decoder.device:
+            raise ValueError(
+                f"input_ids are on {device} and the model is on {self.decoder.device}: a streamed model is one process "
+                "and one device. Move the input; under torch.nn.DataParallel, which Trainer uses where it sees several "
+                "devices, let it see one (CUDA_VISIBLE_DEVICES=0)."
             )
         if wanted.batch.targets is None and model.training and torch.is_grad_enabled():
             raise ValueError(
@@ -234,18 +288,6 @@ class StreamedForward:
                 "differentiate. Pass labels (Trainer takes them away for label_smoothing_factor and "
                 "compute_loss_func: leave these out); for the last logits use model.eval() or torch.no_grad()."
             )
-        # Asked every time, before the first sweep: a window may have been set in the config since.
-        batch = wanted.batch
-        support.check_length(self.decoder, batch.input_ids_BS.shape[1], batch.last_position)
-        if batch.targets is not None:
+        if wanted.batch.targets is not None:
             support.check_loss(self.decoder)
-        loss: Tensor | None = None
-        logits: Tensor | None = None
-        with self.decoder.lock:
-            run, differentiate = engine.forward(self.decoder, self.config, batch, model, self.tiers)
-            if batch.targets is not None:
-                loss = engine.loss(run, differentiate=differentiate)
-            else:
-                logits = engine.last_logits(run, wanted.logits_to_keep)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits)
-        return output if wanted.return_dict else output.to_tuple()
+        return wanted

@@ -43,7 +43,7 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) 
     """Refuse a length at which the model is not plainly causal, or at which its positions change.
 
     Args:
-        decoder: the model.
+        decoder: the model, with what is in no layer present.
         seq_len: tokens of the global sequence.
         last_position: largest position id.
 
@@ -72,7 +72,7 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) 
             f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
             f"build the model with max_position_embeddings of {last_position + 1} or more."
         )
-    device = decoder.model.get_input_embeddings().weight.device
+    device = decoder.device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     masks: list[Callable[..., Any]] = []
     _masks.set(masks)
@@ -109,16 +109,17 @@ def verify(decoder: HuggingFaceDecoder) -> None:
     Raises:
         ValueError: a piece differs; the text names the model and the piece.
     """
-    weight = decoder.model.get_input_embeddings().weight
-    if weight.device.type == "meta":
+    device = decoder.device
+    if device.type == "meta":
         _run_one_layer(decoder)
         return
     name = type(decoder.model).__name__
-    with random_state_kept(weight.device), torch.no_grad(), evaluation(decoder.model):
-        check_length(decoder, _PROBE_TOKENS, _PROBE_TOKENS - 1)
+    with random_state_kept(device), torch.no_grad(), evaluation(decoder.model):
+        with decoder.present(None):
+            check_length(decoder, _PROBE_TOKENS, _PROBE_TOKENS - 1)
         for attempt in range(_ATTEMPTS):
             try:
-                _compare(decoder, weight.device, attempt)
+                _compare(decoder, device, attempt)
                 return
             except Unsupported:
                 if attempt == _ATTEMPTS - 1:
@@ -143,24 +144,34 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
     batch = Batch(ids_BS, positions)
     chunks = split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
 
-    x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
-    parts = [decoder.embed(batch, chunk) for chunk in chunks]
-    _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
-    first_layer = decoder.record(0, positions, input_ids=ids_BS).call(decoder.layers[0], x_BSE)
-    decoder.returns_tuple = isinstance(first_layer, tuple)
-    for index, layer in enumerate(decoder.layers):
-        with torch.enable_grad():
-            arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
-        _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
-        y_BSE = first(arguments.call(layer, x_BSE))
-        core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
-                    names=Names("k", "v", "o", "lse"))  # fmt: skip
-        with decoder.engaged():
-            parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
-        _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
-        x_BSE = y_BSE
-    logits = decoder.model(input_ids=ids_BS, use_cache=False, return_dict=True).logits
-    _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
+    logits = decoder.logits(ids_BS)
+    with decoder.present(None):
+        x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
+        parts = [decoder.embed(batch, chunk) for chunk in chunks]
+        _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
+        for index in range(decoder.num_layers):
+            with decoder.present(index):
+                x_BSE = _compare_layer(decoder, index, x_BSE, batch)
+        _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
+
+
+def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch) -> Tensor:
+    """Compare one layer; gives its output."""
+    name, layer = type(decoder.model).__name__, decoder.layers[index]
+    positions, chunks = batch.position_ids, split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
+    assert positions is not None
+    with torch.enable_grad():
+        arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
+    _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
+    y = arguments.call(layer, x_BSE)
+    y_BSE = first(y)
+    decoder.returns_tuple = isinstance(y, tuple)
+    core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
+                names=Names("k", "v", "o", "lse"))  # fmt: skip
+    with decoder.engaged():
+        parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
+    _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
+    return y_BSE
 
 
 def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, chunk: Chunk, core: Core) -> Tensor:

@@ -23,7 +23,9 @@ from torch.autograd.function import once_differentiable
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
 from trunkline.attention.merge import merge_
 from trunkline.attention.pairs import Pair, Pairs
+from trunkline.attention.rectangles import Rectangle, Returns, gathered
 from trunkline.chunking import Chunk, spans
+from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
 from trunkline.tiers.stores import Stores
 
@@ -54,25 +56,6 @@ class Names:
         return self.live_k or self.k, self.live_v or self.v, self.dk, self.dv
 
 
-@dataclass(frozen=True, slots=True)
-class _Rectangle:
-    """Keys and values that a chunk of queries meets in one kernel call.
-
-    Attributes:
-        k: (B, K, T, D).
-        v: the same.
-        causal: whether the last of them are the chunk's own.
-        span: their place in the buffers; None for a chunk that is streamed.
-        streamed: that chunk.
-    """
-
-    k: Tensor
-    v: Tensor
-    causal: bool
-    span: tuple[int, int] | None = None
-    streamed: Chunk | None = None
-
-
 class Core:
     """Attention of one layer over the chunks of one forward pass.
 
@@ -83,15 +66,26 @@ class Core:
         keep_kv: keep keys and values for the backward sweep.
         stores: where what is kept rests.
         names: of the stores.
+        gather: brings together keys and values that ranks hold in parts: then `chunks` are this rank's rows of each
+            chunk, both queries and keys, in their own numbering.
     """
 
     def __init__(
-        self, chunks: list[Chunk], *, kernel: str, keep_attention: bool, keep_kv: bool, stores: Stores, names: Names
+        self,
+        chunks: list[Chunk],
+        *,
+        kernel: str,
+        keep_attention: bool,
+        keep_kv: bool,
+        stores: Stores,
+        names: Names,
+        gather: KeyValueGather | None = None,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
         self.keep_kv = keep_kv
         self._kernel_name = kernel
+        self._gather = gather
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
@@ -248,29 +242,21 @@ class Core:
         kernel = self._kernel
         assert kernel is not None
         do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
-        if len(self.chunks) == 1 == self.num_resident:
+        if len(self.chunks) == 1 == self.num_resident and self._gather is None:
             gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)
             self._end_backward()
             return gradients
         self._dkv.begin_sums(own, lse.dtype)
+        returns = None if self._gather is None else Returns(self._gather, lse.dtype)
         dq: Tensor | None = None
         sums: Pair | None = None
         for met in self._rectangles(chunk, q, own, SPAN):
-            part, part_k, part_v = kernel.backward(do, q, met.k, met.v, o, lse, causal=met.causal, scale=scale)
+            part, *pair = kernel.backward(do, q, met.k, met.v, o, lse, causal=met.causal, scale=scale)
             dq = part.to(lse.dtype) if dq is None else dq.add_(part)
-            if met.span is not None:
-                total_k, total_v = self._dkv.span(*met.span)
-                total_k += part_k
-                total_v += part_v
-                continue
-            if chunk is self.chunks[-1]:
-                sums = part_k.to(lse.dtype), part_v.to(lse.dtype)
-            else:
-                total_k, total_v = self._dkv.next_later()
-                sums = total_k.add_(part_k), total_v.add_(part_v)
-            if met.streamed is not chunk:
-                assert met.streamed is not None
-                self._dkv.put(met.streamed, sums)
+            for to, (dk, dv) in [(met, pair)] if returns is None else returns.add(met, (pair[0], pair[1])):
+                sums = self._add(chunk, to, dk, dv, lse.dtype)
+        for to, (dk, dv) in () if returns is None else returns.rest():
+            sums = self._add(chunk, to, dk, dv, lse.dtype)
         assert dq is not None
         if chunk.index < self.num_resident:
             sums = self._dkv.span(chunk.start, chunk.stop)
@@ -279,11 +265,39 @@ class Core:
         assert sums is not None
         return dq, *sums
 
-    def _rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[_Rectangle]:
+    def _add(self, chunk: Chunk, met: Rectangle, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Pair:
+        """Add one chunk's share of the gradients of the keys and values it met; gives their sums."""
+        if met.span is not None:
+            total_k, total_v = self._dkv.span(*met.span)
+            total_k += dk
+            total_v += dv
+            return total_k, total_v
+        if chunk is self.chunks[-1]:
+            sums = dk.to(dtype), dv.to(dtype)
+        else:
+            total_k, total_v = self._dkv.next_later()
+            sums = total_k.add_(dk), total_v.add_(dv)
+        if met.streamed is not chunk:
+            assert met.streamed is not None
+            self._dkv.put(met.streamed, sums)
+        return sums
+
+    def _rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[Rectangle]:
         """What one chunk of queries meets, one kernel call each, its own keys last."""
         assert self._kernel is not None
-        k = own[0]
-        limit = MAX_ELEMENTS // (k.shape[0] * q.shape[1] * k.shape[3]) - len(chunk)  # H heads: dk may be expanded
+        if self._gather is None:
+            yield from self._own_rectangles(chunk, q, own, longest)
+            return
+        # What is gathered is let go with its call: it does not grow with the sequence.
+        met = self._own_rectangles(chunk, q, own, max(1, SPAN // self._gather.size))
+        yield from gathered(met, self._gather, bottom_right=self._kernel.bottom_right)
+
+    def _own_rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[Rectangle]:
+        """The same of the keys that are here."""
+        assert self._kernel is not None
+        k, size = own[0], 1 if self._gather is None else self._gather.size
+        # H heads: dk may be expanded.
+        limit = MAX_ELEMENTS // (k.shape[0] * q.shape[1] * k.shape[3] * size) - len(chunk)
         if limit <= 0:
             raise ValueError(
                 f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
@@ -292,17 +306,17 @@ class Core:
         resident = chunk.index < self.num_resident
         earlier = spans(chunk.start if resident else self._kv.tokens, min(limit, longest or limit))
         last = chunk.start, chunk.stop
-        if resident and earlier and self._kernel.bottom_right:
+        if resident and earlier and self._kernel.bottom_right and self._gather is None:
             *earlier, (start, _) = earlier
             last = start, chunk.stop
         for span in earlier:
-            yield _Rectangle(*self._kv.span(*span), causal=False, span=span)
+            yield Rectangle(*self._kv.span(*span), causal=False, span=span)
         if resident:
-            yield _Rectangle(*self._kv.span(*last), causal=True, span=last)
+            yield Rectangle(*self._kv.span(*last), causal=True, span=last)
             return
         for streamed in self.chunks[self.num_resident : chunk.index]:
-            yield _Rectangle(*self._kv.next_later(), causal=False, streamed=streamed)
-        yield _Rectangle(*own, causal=True, streamed=chunk)
+            yield Rectangle(*self._kv.next_later(), causal=False, streamed=streamed)
+        yield Rectangle(*own, causal=True, streamed=chunk)
 
 
 class _Replay(torch.autograd.Function):

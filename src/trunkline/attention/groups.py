@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from trunkline.attention.core import Core, Names
 from trunkline.chunking import Chunk
+from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
 from trunkline.tiers.stores import Stores
 
@@ -49,6 +50,7 @@ class HeadGroupsCore:
         stores: where everything rests.
         names: of the stores of each group.
         inner: of the stores in which one group's keys, values and their gradients are resident.
+        gather: of keys and values that ranks hold in parts.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class HeadGroupsCore:
         stores: Stores,
         names: list[GroupNames],
         inner: Names,
+        gather: KeyValueGather | None = None,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
         self._kernel = kernel
         self._stores = stores
         self._inner = inner
+        self._gather = gather
         self._scale = 0.0
         count = len(chunks)
         kinds = [field.name for field in dataclasses.fields(GroupNames)]
@@ -159,7 +163,7 @@ class HeadGroupsCore:
 
     def _core(self) -> Core:
         return Core(self.chunks, kernel=self._kernel, keep_attention=False, keep_kv=False, stores=self._stores,
-                    names=self._inner)  # fmt: skip
+                    names=self._inner, gather=self._gather)  # fmt: skip
 
     def _stash(self, chunk: Chunk, kinds: Iterable[str], tensors: Iterable[Tensor]) -> None:
         for kind, x in zip(kinds, tensors, strict=True):

@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from trunkline import engine, support
+from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import StreamConfig
 from trunkline.decoder import Batch
 from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.lanes import LaneName
+from trunkline.ranks import Alone
 from trunkline.tiers.account import TierName, in_units
 from trunkline.tiers.machines import tiers_for
 
@@ -32,7 +33,7 @@ class Rehearsal:
     """
 
     peaks: dict[TierName, int]
-    moved: dict[LaneName, int]
+    moved: dict[str, int]
 
     def __str__(self) -> str:
         """In units for people."""
@@ -81,7 +82,8 @@ def rehearse(
     batch = Batch(ids_BS, None, ids_BS[:, 1:], torch.empty((), dtype=torch.long, device="meta"))
     tiers = tiers_for(device, config, virtual=True)
     with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
-        run, differentiate = engine.forward(decoder, config.on(device), batch, blank, tiers)
+        conditions = Conditions(blank, ids_BS.device, draw_seed())
+        run, differentiate = engine.forward(decoder, config.on(device), batch, conditions, tiers, Alone())
         loss = engine.loss(run, differentiate=differentiate)
     if differentiate:
         engine.backward(run, torch.empty_like(loss))

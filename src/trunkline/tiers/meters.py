@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trunkline.lanes import LANES, LaneName, Lanes, Traffic
+from trunkline.lanes import LANES, Lanes, Traffic
 from trunkline.tiers.account import Account, TierName
 
 
@@ -15,11 +15,17 @@ class Meters:
     Attributes:
         peaks: most bytes that the engine held in each tier; on the device with what was on its way. Parameters,
             gradients, and what a chunk's own computation takes are not among them.
-        lanes: what went over each lane.
+        lanes: what went over each lane: `fetch`, `stash`, and between ranks `comm`.
     """
 
     peaks: dict[TierName, int]
-    lanes: dict[LaneName, Traffic]
+    lanes: dict[str, Traffic]
+
+    def with_lane(self, name: str, counted: Traffic) -> Meters:
+        """These readings, and those of a lane that is metered elsewhere, which is set back."""
+        traffic = Traffic(counted.moved, counted.busy, counted.exposed)
+        counted.moved, counted.busy, counted.exposed = 0, 0.0, 0.0
+        return Meters(self.peaks, {**self.lanes, name: traffic})
 
     @property
     def moved(self) -> int:
@@ -32,7 +38,7 @@ def take(accounts: dict[TierName, Account], lanes: Lanes | None) -> Meters:
     peaks = {tier: account.peak for tier, account in accounts.items()}
     for account in accounts.values():
         account.peak = account.held
-    traffic = {lane: Traffic() for lane in LANES}
+    traffic: dict[str, Traffic] = {lane: Traffic() for lane in LANES}
     if lanes is not None:
         for lane, counted in lanes.traffic.items():
             traffic[lane] = Traffic(counted.moved, counted.busy, counted.exposed)

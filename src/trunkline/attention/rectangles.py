@@ -1,0 +1,122 @@
+"""What a chunk of queries meets in one kernel call; and the same where each rank holds a part of the keys and values.
+
+There, a span of a rank's own keys stands for the same span of every rank: all are brought together for the call, the
+next on their way meanwhile, and the gradients of all are summed over ranks and cut again. The order of earlier keys
+means nothing to attention. Of a chunk's own keys a rank's rows meet those of the ranks before it, and of its own part
+the causal half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trunkline.attention.pairs import Pair
+from trunkline.chunking import Chunk
+from trunkline.ranks import KeyValueGather, PendingPair
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Keys and values that a chunk of queries meets in one kernel call.
+
+    Attributes:
+        k: (B, K, T, D).
+        v: the same.
+        causal: whether the last of them are the chunk's own.
+        span: their place in the buffers; None for a chunk that is streamed.
+        streamed: that chunk.
+        first: where they begin in what was gathered.
+        length: keys that were gathered; 0 where nothing is.
+    """
+
+    k: Tensor
+    v: Tensor
+    causal: bool
+    span: tuple[int, int] | None = None
+    streamed: Chunk | None = None
+    first: int = 0
+    length: int = 0
+
+
+def gathered(own: Iterable[Rectangle], gather: KeyValueGather, *, bottom_right: bool) -> Iterator[Rectangle]:
+    """The rectangles of all ranks' keys, from those of this rank's own; the next is on its way when one is given.
+
+    Args:
+        own: of this rank, the chunk's own last.
+        gather: brings them together.
+        bottom_right: whether a causal kernel call may have more keys than queries.
+    """
+    coming: tuple[Rectangle, PendingPair] | None = None
+    for met in own:
+        following = met, gather.gather(met.k, met.v)
+        if coming is not None:
+            yield from _cut(*coming, gather, bottom_right=bottom_right)
+        coming = following
+    if coming is not None:
+        yield from _cut(*coming, gather, bottom_right=bottom_right)
+
+
+def _cut(met: Rectangle, pair: PendingPair, gather: KeyValueGather, *, bottom_right: bool) -> Iterator[Rectangle]:
+    k, v = pair.wait()
+    length, part = k.shape[2], met.k.shape[2]
+    if not met.causal:
+        yield replace(met, k=k, v=v, length=length)
+        return
+    start, stop = gather.rank * part, (gather.rank + 1) * part
+    if start and not bottom_right:
+        yield replace(met, k=k[:, :, :start], v=v[:, :, :start], causal=False, length=length)
+    first = 0 if bottom_right else start
+    yield replace(met, k=k[:, :, first:stop], v=v[:, :, first:stop], first=first, length=length)
+
+
+class Returns:
+    """Gradients of gathered keys and values on their way back, while the next are computed.
+
+    Args:
+        gather: what brought them together.
+        dtype: of the sums over ranks.
+    """
+
+    def __init__(self, gather: KeyValueGather, dtype: torch.dtype) -> None:
+        self._gather = gather
+        self._dtype = dtype
+        self._met: Rectangle | None = None
+        self._sums: Pair | None = None
+        self._coming: tuple[Rectangle, PendingPair] | None = None
+
+    def add(self, met: Rectangle, pair: Pair) -> Iterator[tuple[Rectangle, Pair]]:
+        """Take those of a rectangle; gives what has come back, for the rank's own keys."""
+        if self._met is not None and (met.span, met.streamed) != (self._met.span, self._met.streamed):
+            yield from self._send()
+        self._met = met
+        stop = met.first + met.k.shape[2]
+        if self._sums is None and stop - met.first == met.length:
+            self._sums = pair[0].to(self._dtype), pair[1].to(self._dtype)
+            return
+        if self._sums is None:
+            a, b = (x.new_zeros(*x.shape[:2], met.length, x.shape[3], dtype=self._dtype) for x in pair)
+            self._sums = a, b
+        for total, x in zip(self._sums, pair, strict=True):
+            total[:, :, met.first : stop] += x
+
+    def rest(self) -> Iterator[tuple[Rectangle, Pair]]:
+        """All that is still on its way."""
+        yield from self._send()
+        yield from self._arrived()
+
+    def _send(self) -> Iterator[tuple[Rectangle, Pair]]:
+        yield from self._arrived()
+        assert self._met is not None
+        assert self._sums is not None
+        self._coming = self._met, self._gather.scatter(*self._sums)
+        self._met = self._sums = None
+
+    def _arrived(self) -> Iterator[tuple[Rectangle, Pair]]:
+        if self._coming is not None:
+            met, pair = self._coming
+            self._coming = None
+            yield met, pair.wait()

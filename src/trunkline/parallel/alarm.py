@@ -1,0 +1,129 @@
+"""A rank that fails takes the others down with its reason, not with a time-out.
+
+It leaves its reason in the store that the job's processes share. The others find it when their connection breaks. A
+rank that is held in a collective by one that failed and lives on is ended by a watching thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_KEY = "trunkline/failed"
+_GRACE = 5.0  # seconds in which a rank may find out by itself
+_POLL = 0.5
+_SIGNS = ("connection", "gloo", "nccl", "socket", "timed out", "remote", "peer")
+
+
+class RankError(RuntimeError):
+    """Another rank of the job has failed or is gone."""
+
+
+class _State:
+    """What this process knows."""
+
+    depth = 0  # sweeps under way
+    watching = False
+
+
+def failure() -> str | None:
+    """What the first rank that failed said; None where none did."""
+    store = distributed_c10d._get_default_store()
+    return store.get(_KEY).decode() if store.check([_KEY]) else None
+
+
+def report(error: BaseException) -> None:
+    """Tell the other ranks that this one has failed, unless another was first."""
+    with contextlib.suppress(Exception):  # the store may be gone with its process
+        text = str(error).strip() or "no message"
+        said = f"rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
+        distributed_c10d._get_default_store().compare_set(_KEY, "", said)
+
+
+def explain(error: BaseException) -> None:
+    """Leave word of why this rank refuses what all ranks are about to do."""
+    with contextlib.suppress(Exception):
+        distributed_c10d._get_default_store().set(f"{_KEY}/refused/{dist.get_rank()}", str(error))
+
+
+def explanation(rank: int) -> str:
+    """What `rank` said in `explain`."""
+    with contextlib.suppress(Exception):
+        store, key = distributed_c10d._get_default_store(), f"{_KEY}/refused/{rank}"
+        if store.check([key]):
+            return store.get(key).decode().rstrip(".")
+    return "its own output says why"
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Run what has collectives in it.
+
+    Raises:
+        RankError: another rank has failed, with its reason.
+    """
+    _State.depth += 1
+    try:
+        yield
+    except RankError:
+        raise
+    except BaseException as error:
+        reason = _reason(error)
+        if reason is None:
+            report(error)
+            raise
+        raise RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)") from error
+    finally:
+        _State.depth -= 1
+
+
+def _reason(error: BaseException) -> str | None:
+    """Why another rank is to blame for an error; None where none is."""
+    broken = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+    deadline = time.monotonic() + (2.0 if broken else 0.0)  # the other may still be writing
+    while True:
+        try:
+            said = failure()
+        except Exception:  # the store is gone, and the process that held it
+            said = None
+        if said is not None and not said.startswith(f"rank {dist.get_rank()} failed"):
+            return said
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    if not broken:
+        return None
+    first = str(error).strip().splitlines()[0]
+    return f"another rank is gone: it was killed, or ran out of memory; its own output says more ({first})"
+
+
+def watch() -> None:
+    """End this process if it is held in a collective by a rank that has failed."""
+    if not _State.watching and dist.get_world_size() > 1:
+        _State.watching = True
+        threading.Thread(target=_watch, name="trunkline-alarm", daemon=True).start()
+
+
+def _watch() -> None:
+    seen: float | None = None
+    rank = dist.get_rank()
+    while dist.is_initialized():
+        time.sleep(_POLL)
+        try:
+            said = failure()
+        except Exception:  # the store is gone: connections break by themselves
+            return
+        if said is None or said.startswith(f"rank {rank} failed") or not _State.depth:
+            seen = None
+            continue
+        seen = seen or time.monotonic()
+        if time.monotonic() - seen > _GRACE:
+            print(f"error: {said} (rank {rank} was waiting for it and has been ended)", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,188 @@
+"""The ranks of a mesh that share a sequence, as the engine sees them (`trunkline.ranks.Ranks`)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from trunkline.chunking import Chunk
+from trunkline.decoder import Batch
+from trunkline.lanes import Traffic
+from trunkline.parallel import alarm
+from trunkline.parallel.comm import Comm, from_everyone
+from trunkline.parallel.gather import Gather
+from trunkline.parallel.mesh import SEQUENCE, degrees_of
+from trunkline.parallel.ulysses import Ulysses
+from trunkline.ranks import Agreement, KeyValueGather
+
+
+class MeshRanks:
+    """See `trunkline.ranks.Ranks`.
+
+    Args:
+        mesh: from `init_mesh`.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.degrees = degrees_of(mesh)
+        self.traffic = Traffic()
+        self.size = self.degrees.sp * self.degrees.cp
+        coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+        self._sp, self._cp, self._dp = coordinate["sp"], coordinate["cp"], coordinate["dp"]
+        self._ulysses = Ulysses(Comm(mesh["sp"].get_group(), self.traffic)) if self.degrees.sp > 1 else None
+        self.gather: KeyValueGather | None = (
+            Gather(Comm(mesh["cp"].get_group(), self.traffic)) if self.degrees.cp > 1 else None
+        )
+        self._sequence = Comm(flat(mesh, SEQUENCE).get_group(), self.traffic) if self.size > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
+        return self  # the job's ranks are those of every copy of a model
+
+    @property
+    def salt(self) -> int:
+        """See `Ranks.salt`."""
+        return (self._dp * self.degrees.cp + self._cp) * self.degrees.sp + self._sp
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """See `Ranks.guarded`."""
+        return alarm.guarded()
+
+    def own(self, chunk: Chunk) -> Chunk:
+        """See `Ranks.own`."""
+        part = len(chunk) // self.size
+        start = chunk.start + (self._cp * self.degrees.sp + self._sp) * part
+        return Chunk(chunk.index, start, start + part)
+
+    def rows(self, chunk: Chunk) -> Chunk:
+        """See `Ranks.rows`."""
+        return Chunk(chunk.index, chunk.start // self.degrees.cp, chunk.stop // self.degrees.cp)
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See `Ranks.to_heads`."""
+        return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
+
+    def to_tokens(self, o: Tensor) -> Tensor:
+        """See `Ranks.to_tokens`."""
+        return o if self._ulysses is None else self._ulysses.to_tokens(o)
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """See `Ranks.own_heads`."""
+        if self._ulysses is None:
+            return x
+        own = self._ulysses.num_heads(x.shape[1])
+        return x[:, :1].expand(-1, own, -1, -1)
+
+    def whole(self, x_BCE: Tensor) -> Tensor:
+        """See `Ranks.whole`."""
+        if self._sequence is None:
+            return x_BCE
+        parts = self._sequence.all_gather(x_BCE.contiguous()).wait()
+        return torch.cat(list(parts), dim=1)
+
+    def total(self, x: Tensor) -> Tensor:
+        """See `Ranks.total`."""
+        return x if self._sequence is None else self._sequence.all_reduce(x)
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+        """See `Ranks.begin`."""
+        batch: Batch | None = None
+        error: ValueError | None = None
+        with alarm.guarded():
+            try:
+                batch = read()
+            except ValueError as refused:
+                error = refused
+                alarm.explain(refused)
+            rows: list[list[int]] = from_everyone(self._said(batch, kind, seed)).tolist()
+        if error is not None:
+            raise error
+        assert batch is not None
+        return batch, self._agreed(rows, batch)
+
+    def _said(self, batch: Batch | None, kind: str, seed: int) -> Tensor:
+        """What this rank says of its call, (5,): whether it is valid, its kind, its tokens, its seed, its targets."""
+        device = self.mesh.device_type
+        if batch is None:
+            return torch.zeros(5, dtype=torch.long, device=device)
+        tokens = fingerprint(batch)
+        count = batch.num_targets if batch.targets is not None else None
+        given = 0 if count is None or batch.targets is None else int((batch.targets != -100).sum())
+        return torch.tensor([1, _number(kind), tokens, seed, given], device=device)
+
+    def _agreed(self, rows: list[list[int]], batch: Batch) -> Agreement:
+        refused = [rank for rank, row in enumerate(rows) if not row[0]]
+        if refused:
+            raise ValueError(
+                f"rank {refused[0]} refused its arguments ({alarm.explanation(refused[0])}): all ranks stop this "
+                "forward."
+            )
+        if len({row[1] for row in rows}) > 1:
+            odd = _odd([row[1] for row in rows])
+            raise ValueError(
+                f"rank {odd} calls the model in another way than the others: all ranks must call it with labels or all "
+                "without, all with gradients or all without, with the same num_items_in_batch or all without."
+            )
+        members = self.mesh.mesh.flatten(1)
+        for replica in members.tolist():
+            tokens = [rows[rank][2] for rank in replica]
+            if len(set(tokens)) > 1:
+                odd = replica[_odd(tokens)]
+                raise ValueError(
+                    f"rank {odd} was given other tokens, positions or labels than the ranks it shares a sequence with "
+                    f"({_names(replica)}): every rank of a group passes the same global input_ids, and takes its part "
+                    "itself. Only dp replicas get different data; shuffle with one seed a replica."
+                )
+        own = members[self._dp].tolist()
+        replicas = [rows[replica[0]][4] for replica in members.tolist()]
+        divisor = torch.tensor(max(sum(replicas), 1), device=batch.input_ids_BS.device)
+        return Agreement(rows[own[0]][3], divisor if len(replicas) > 1 else None)
+
+
+def flat(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Several axes of a mesh as one, which the mesh remembers."""
+    name = "_".join(axes)
+    root: Any = mesh
+    known = root._flatten_mapping if hasattr(root, "_flatten_mapping") else {}
+    return known[name] if name in known else mesh[axes]._flatten(name)
+
+
+def fingerprint(batch: Batch) -> int:
+    """A number that other tokens, positions, labels or shapes do not have."""
+    total = 0
+    for x in (batch.input_ids_BS, batch.position_ids, batch.targets):
+        if x is None:
+            total = _mixed(total, 1)
+            continue
+        flat_x = x.reshape(-1).long()
+        at = torch.arange(flat_x.numel(), device=x.device) * 0x1E3779B97F4A7C15
+        at = (at ^ (at >> 29)) * 0x3F58476D1CE4E5B9  # integers wrap around
+        total = _mixed(total, int((at * (flat_x + 1000)).sum()), *x.shape)
+    return total
+
+
+def _mixed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _number(text: str) -> int:
+    return _mixed(*text.encode())
+
+
+def _odd(values: list[int]) -> int:
+    """The place of the first that is not what most are."""
+    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    return next(i for i, value in enumerate(values) if value != usual)
+
+
+def _names(ranks: list[int]) -> str:
+    return "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,177 @@
+"""What the engine knows of the ranks that share a sequence: which tokens are its own, and three exchanges.
+
+The tokens of a chunk are cut evenly over the ranks of a group, in their order. Attention is cut otherwise: by heads
+over some ranks, and by query rows over others (`trunkline.parallel` has both; the paper's section 3.2 and DeepSpeed
+Ulysses the first). `Alone` is the group of one, where nothing is cut and nothing exchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from trunkline.chunking import Chunk
+from trunkline.decoder import Batch
+from trunkline.lanes import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the ranks of a job agreed upon before a forward.
+
+    Attributes:
+        seed: of the random states of the group's forward.
+        num_targets: target tokens of all replicas, 0-dim, at least 1; None where there is one replica.
+    """
+
+    seed: int
+    num_targets: Tensor | None = None
+
+
+class KeyValueGather(Protocol):
+    """Keys and values that ranks hold in parts, brought together while they are needed."""
+
+    size: int
+    rank: int
+
+    def gather(self, k: Tensor, v: Tensor) -> PendingPair:
+        """Those of all ranks, one rank's after another's: two (B, K, T, D) to two (B, K, size * T, D)."""
+        ...
+
+    def scatter(self, dk: Tensor, dv: Tensor) -> PendingPair:
+        """Sums over ranks of gradients of what `gather` gave, each rank its own part, in their dtype."""
+        ...
+
+
+class PendingPair(Protocol):
+    """Two tensors on their way."""
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Them, once compute may use them."""
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks that share a sequence, seen from one of them."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that the tokens of a chunk are cut over."""
+        ...
+
+    @property
+    def salt(self) -> int:
+        """A number that ranks with other tokens do not have, and ranks with the same tokens do."""
+        ...
+
+    @property
+    def gather(self) -> KeyValueGather | None:
+        """Of keys and values whose query rows are cut over ranks; None where they are not."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """What was exchanged; None where there is nobody to exchange with."""
+        ...
+
+    def own(self, chunk: Chunk) -> Chunk:
+        """The tokens of a chunk that this rank computes."""
+        ...
+
+    def rows(self, chunk: Chunk) -> Chunk:
+        """The rows that attention of a chunk has on this rank, in their own numbering."""
+        ...
+
+    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+        """Make sure that all ranks were given the same, before the first sweep.
+
+        Args:
+            read: checks what this rank was given, or raises a ValueError.
+            kind: in which way the model is called, the same on all ranks of the job.
+            seed: drawn by this rank.
+
+        Returns:
+            What was given, and what all agreed upon.
+
+        Raises:
+            ValueError: what was given is refused, on this rank or another, or differs; on all ranks.
+        """
+        ...
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """Run a sweep: an error of this rank reaches the others, and theirs this one."""
+        ...
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys or values (B, heads, own tokens, D) to (B, own heads, rows, D); differentiable."""
+        ...
+
+    def to_tokens(self, o: Tensor) -> Tensor:
+        """Outputs (B, own heads, rows, D) to (B, heads, own tokens, D); differentiable."""
+        ...
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """As many heads of (B, heads, C, D) as this rank has in attention."""
+        ...
+
+    def whole(self, x_BCE: Tensor) -> Tensor:
+        """All tokens of a chunk, from every rank's own."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over ranks."""
+        ...
+
+
+class Alone:
+    """A rank with a sequence of its own."""
+
+    size = 1
+    salt = 0
+    gather = None
+    traffic = None
+
+    def own(self, chunk: Chunk) -> Chunk:
+        """See `Ranks.own`."""
+        return chunk
+
+    def rows(self, chunk: Chunk) -> Chunk:
+        """See `Ranks.rows`."""
+        return chunk
+
+    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+        """See `Ranks.begin`."""
+        return read(), Agreement(seed)
+
+    def guarded(self) -> contextlib.AbstractContextManager[None]:
+        """See `Ranks.guarded`."""
+        return contextlib.nullcontext()
+
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """See `Ranks.to_heads`."""
+        return tensors
+
+    def to_tokens(self, o: Tensor) -> Tensor:
+        """See `Ranks.to_tokens`."""
+        return o
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """See `Ranks.own_heads`."""
+        return x
+
+    def whole(self, x_BCE: Tensor) -> Tensor:
+        """See `Ranks.whole`."""
+        return x_BCE
+
+    def total(self, x: Tensor) -> Tensor:
+        """See `Ranks.total`."""
+        return x
+
+
+def padded_length(seq_len: int, size: int) -> int:
+    """Tokens of a sequence with what it takes to cut it evenly: at the end, where nobody attends to it."""
+    return -(-seq_len // size) * size

@@ -1,0 +1,148 @@
+"""Many ranks against one process: loss, every gradient, their norm, and what AdamW makes of them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import cross_entropy, relative_error, tokens
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import trunkline
+from distributed.processes import run
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+NINE = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 72}
+
+
+@dataclass(frozen=True)
+class Case:
+    zero: int = 3
+    family: str = "llama"
+    batch: int = 1
+    seq_len: int = 37
+    chunk_size: int = 8
+    keep: tuple[str, ...] = ("attention",)
+    heads: dict[str, int] = field(default_factory=lambda: HEADS)
+    settings: dict[str, Any] = field(default_factory=dict)
+    sharding: dict[str, Any] = field(default_factory=dict)
+
+
+def heads(query: int, key: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": 8, "hidden_size": 8 * query}
+
+
+def batches(case: Case, replicas: int, step: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each replica; one has few valid labels, another, where there are several, none."""
+    found = []
+    for replica in range(replicas):
+        ids = tokens(case.batch, case.seq_len, seed=10 * step + replica + 1)
+        labels = ids.clone()
+        if replica == 0:
+            labels[0, 3 : case.seq_len // 2] = -100
+        if replica == 1 and step == 1:
+            labels[:] = -100
+        found.append((ids, labels))
+    return found
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def compare(degrees: dict[str, int], cases: list[Case], steps: int) -> list[str]:
+    """Run all cases on one mesh; gives what is wrong with them."""
+    mesh = trunkline.init_mesh(**degrees)
+    replicas, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    wrong = []
+    for case in cases:
+        model = build(case.family, torch.float32, **case.heads)
+        alone = copy.deepcopy(model).double()
+        if case.zero or mesh["tp"].size() > 1:
+            trunkline.shard(model, mesh, zero=case.zero, **case.sharding)
+        trunkline.stream(model, mesh=mesh, chunk_size=case.chunk_size, keep=case.keep, **case.settings)
+        # eps large enough that a gradient which is zero but for rounding does not decide the direction of a step
+        rates = {"lr": 0.01, "eps": 1e-3}
+        mine, theirs = (torch.optim.AdamW(m.parameters(), **rates) for m in (model, alone))
+        for step in range(steps):
+            data = batches(case, replicas, step)
+            valid = [max(int((labels[:, 1:] != -100).sum()), 1) for _, labels in data]
+            total = max(sum(int((labels[:, 1:] != -100).sum()) for _, labels in data), 1)
+            losses = [cross_entropy(alone(input_ids=ids).logits, labels) for ids, labels in data]
+            torch.stack(losses).sum().div(total).backward()
+            ids, labels = data[replica]
+            loss = model(input_ids=ids, labels=labels).loss
+            loss.backward()
+            expected = float(losses[replica].detach()) / valid[replica]
+            if abs(float(loss.detach()) - expected) > 1e-5 * abs(expected):
+                wrong.append(f"{case}: step {step}: loss {float(loss.detach())} instead of {expected}")
+            norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
+            floor = 1e-6 * float(norm)
+            for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert q.grad is not None
+                if p.grad is None:  # a head without targets is not run
+                    assert float(q.grad.norm()) == 0
+                    continue
+                if isinstance(p, DTensor) != isinstance(p.grad, DTensor):
+                    wrong.append(f"{case}: {name}.grad is a {type(p.grad).__name__}")
+                error = float((whole(p.grad).double() - q.grad).norm()) / max(float(q.grad.norm()), floor, 1e-30)
+                # After a step both are at other parameters, by what the step before made of rounding.
+                if error > (1e-5 if step == 0 else 1e-4):
+                    wrong.append(f"{case}: step {step}: {name} is off by {error:.1e}")
+            limit = float(norm) / 2 or 1.0
+            got = trunkline.clip_grad_norm_(model, limit)
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), limit)
+            if abs(float(got) - float(norm)) > 1e-5 * float(norm):
+                wrong.append(f"{case}: step {step}: norm {float(got)} instead of {float(norm)}")
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+            error = relative_error(whole(p.detach()), q[1].detach())
+            if error > 1e-5:
+                wrong.append(f"{case}: after {steps} steps {name} is off by {error:.1e}")
+    return wrong
+
+
+KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
+SHAPES = [(1, 1), (1, 5), (3, 8), (3, 21), (1, 37)]  # batch, sequence
+SPREAD = [
+    *(
+        Case(batch=batch, seq_len=seq_len, zero=zero)
+        for (batch, seq_len), zero in zip(SHAPES, (3, 2, 0, 3, 2), strict=True)
+    ),
+    *(Case(keep=keep, zero=zero) for keep, zero in zip(KEEPS, (0, 3, 2, 0), strict=True)),
+    Case(family="gpt2", heads={}, chunk_size=5),
+    Case(family="llama-tied", zero=2, batch=3, chunk_size=64),
+    Case(family="qwen3", heads=heads(4, 1)),
+    Case(family="gpt-neox", heads={}, keep=(), settings={"inputs_every": 2}),
+    Case(heads=heads(12, 3), keep=("kv",), settings={"inputs_every": 3}),
+]
+MESHES: dict[str, tuple[dict[str, int], list[Case]]] = {
+    "sp2": ({"sp": 2}, SPREAD),
+    "cp2": ({"cp": 2}, SPREAD),
+    "dp2": ({"dp": 2}, SPREAD),
+    "tp2": ({"tp": 2}, [Case(zero=0, keep=keep) for keep in KEEPS]),
+    "cp3": ({"cp": 3}, SPREAD),
+    "sp3": ({"sp": 3}, [Case(heads=NINE, batch=batch, seq_len=n) for batch, n in SHAPES]),
+    "sp4": ({"sp": 4}, SPREAD),
+    "sp2-cp2": ({"sp": 2, "cp": 2}, SPREAD),
+    "sp2-tp2": ({"sp": 2, "tp": 2}, [Case(keep=keep) for keep in KEEPS]),
+    "dp2-sp2": ({"dp": 2, "sp": 2}, SPREAD),
+    "dp2-sp2-cp2": ({"dp": 2, "sp": 2, "cp": 2}, SPREAD),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ranks_compute_what_one_process_does(mesh: str) -> None:
+    degrees, cases = MESHES[mesh]
+    world = 1
+    for degree in degrees.values():
+        world *= degree
+    for wrong in run(world, compare, degrees, cases, 5):
+        assert not wrong, "\n".join(wrong[:20])
