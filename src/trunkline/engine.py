@@ -353,5 +353,6 @@ class _Loss(torch.autograd.Function):
                 "Trying to backward through a streamed forward a second time: what it kept is freed in the first "
                 "backward, with retain_graph=True too. Run the forward again."
             )
-        backward(run, grad_output)
+        with run.ranks.guarded():
+            backward(run, grad_output)
         return None, None, None

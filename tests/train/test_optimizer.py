@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trunkline.train.optimizer import Optimizer, clip_scale, gradient_norm, learning_rate
+from trunkline.parallel.norm import total_norm
+from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import OptimizerSection
 
 
@@ -97,8 +98,8 @@ def test_norm_is_float32_and_shows_what_is_not_finite():
     value = float(torch.tensor(0.1, dtype=torch.bfloat16))
     # A float32 sum of n squares is off by at most sqrt(n) roundings here; a bfloat16 result would be off by 2e-3.
     expected = math.sqrt(90_000 * value**2 + 9)
-    assert float(gradient_norm(gradients)) == pytest.approx(expected, rel=300 * 2**-24 * 5)
-    assert not math.isfinite(float(gradient_norm([torch.tensor([1.0, math.nan])])))
+    assert float(total_norm(gradients)) == pytest.approx(expected, rel=300 * 2**-24 * 5)
+    assert not math.isfinite(float(total_norm([torch.tensor([1.0, math.nan])])))
 
 
 def test_clipping():

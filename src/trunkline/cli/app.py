@@ -6,6 +6,7 @@ Torch and transformers are imported by the commands that need them, so `--help` 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -115,7 +116,11 @@ def _explained(error: Exception) -> int | None:
     if isinstance(error, ValueError) and _raised_here(error):
         _say(f"error: {error}", error)
         return 2
-    for module, name in (("trunkline.train.loop", "TrainingDivergedError"), ("trunkline.tiers.storage", "TierError")):
+    for module, name in (
+        ("trunkline.train.loop", "TrainingDivergedError"),
+        ("trunkline.tiers.storage", "TierError"),
+        ("trunkline.parallel.alarm", "RankError"),
+    ):
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(error, kind):
             _say(f"error: {error}", error)
@@ -142,5 +147,9 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def _say(text: str, error: BaseException | None) -> None:
+    alarm = sys.modules.get("trunkline.parallel.alarm")
+    joined = alarm is not None and alarm.in_job()
+    if not (alarm.is_mine() if joined and alarm else os.environ.get("LOCAL_RANK", "0") == "0"):
+        return  # another process of the run says it
     notes = getattr(error, "__notes__", [])
     print(" ".join([text, *notes]), file=sys.stderr)

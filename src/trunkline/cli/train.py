@@ -13,7 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from trunkline.train.display import clock_text, make_display
+from trunkline.train.display import PlainDisplay, clock_text, make_display
+from trunkline.train.job import RankLog, join
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import RunResult, train
 from trunkline.train.settings import load_recipe
@@ -28,20 +29,25 @@ def run_train(recipe_path: Path, overrides: Sequence[tuple[str, str]]) -> None:
     """
     # Its bars would be drawn across the display, for a model that is saved in a moment.
     transformers_logging.disable_progress_bar()
-    console = Console()
-    display = make_display(console)
+    rank = int(os.environ.get("RANK", "0"))
+    log = RankLog() if rank else None
+    console = Console(file=log) if log else Console()
+    display = PlainDisplay(console) if log else make_display(console)
     recipe = load_recipe(recipe_path, overrides, notice=display.note)
-    result = train(recipe, display)
-    for line in summary(recipe, result):
+    job = join(recipe)
+    result = train(recipe, display, job, log)
+    job.leave()
+    for line in summary(recipe, result, job.world_size) if job.is_main else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def summary(recipe: Recipe, result: RunResult) -> list[str]:
+def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
     """Return the closing lines: how it went, what was written, three things to try.
 
     Args:
         recipe: What was run.
         result: What came out.
+        processes: That ran it.
 
     Returns:
         Lines of text; the commands in them work as they stand, from the current folder.
@@ -61,15 +67,18 @@ def summary(recipe: Recipe, result: RunResult) -> list[str]:
         "",
         "Next, for example:",
     ]
-    for number, (what, command) in enumerate(next_commands(recipe, result), start=1):
+    for number, (what, command) in enumerate(next_commands(recipe, result, processes), start=1):
         lines += [f"  {number}. {what}:", f"     {command}"]
     return lines
 
 
-def next_commands(recipe: Recipe, result: RunResult) -> list[tuple[str, str]]:
+def next_commands(recipe: Recipe, result: RunResult, processes: int = 1) -> list[tuple[str, str]]:
     """Return three things to try, each with a command line that works from the current folder."""
     folder = _short(result.output)
-    again = f"{_program('trunkline')} train {shlex.quote(f'{folder}/recipe.yaml')}"
+    start = (
+        _program("trunkline") if processes == 1 else f"{_program('torchrun')} --nproc-per-node {processes} -m trunkline"
+    )
+    again = f"{start} train {shlex.quote(f'{folder}/recipe.yaml')}"
     model = shlex.quote(f"{folder}/model")
     go_on = f"{again} --model.preset null --model.path {model} --output {shlex.quote(f'{folder}-2')}"
     longer = 2 * recipe.context

@@ -47,6 +47,30 @@ def report(error: BaseException) -> None:
         distributed_c10d._get_default_store().compare_set(_KEY, "", said)
 
 
+def shared(name: str, value: str | None) -> str:
+    """A text that one rank gives (the others give None), once it has."""
+    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}"
+    if value is not None:
+        store.set(key, value)
+        return value
+    with guarded():
+        store.wait([key])
+        return store.get(key).decode()
+
+
+def in_job() -> bool:
+    """Whether this process has joined others."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_mine() -> bool:
+    """Whether this rank was the first of its job that failed."""
+    with contextlib.suppress(Exception):
+        said = failure()
+        return said is None or said.startswith(f"rank {dist.get_rank()} failed")
+    return True
+
+
 def explain(error: BaseException) -> None:
     """Leave word of why this rank refuses what all ranks are about to do."""
     with contextlib.suppress(Exception):
@@ -79,7 +103,9 @@ def guarded() -> Iterator[None]:
         if reason is None:
             report(error)
             raise
-        raise RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)") from error
+        found = RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)")
+        report(found)
+        raise found from error
     finally:
         _State.depth -= 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def tiers_for(device: torch.device, config: StreamConfig, *, virtual: bool = Fal
     device_budget, host_budget, disk_budget = config.budgets
     folder = None if config.disk is None else Path(config.disk)
     if folder is not None and disk_budget is None:
-        disk_budget = shutil.disk_usage(folder).free
+        # Processes that torchrun starts on one machine share its disk.
+        disk_budget = shutil.disk_usage(folder).free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cpu":  # host memory is the device
         if device_budget is not None or host_budget is not None:
             device_budget = (device_budget or 0) + (host_budget or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from trunkline.data import SampleOrder, Samples
+from trunkline.parallel.sharding import no_sync
 from trunkline.streaming import read_meters
 from trunkline.tiers.meters import Meters
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display
 from trunkline.train.estimate import SweepPosition
+from trunkline.train.job import Job
 from trunkline.train.metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import Recipe
@@ -56,6 +59,7 @@ class Trainer:
         display: Told about micro-batches.
         device: Where the model is.
         flops_per_sample: Model FLOPs of one sample, None if unknown.
+        job: The processes of the run.
         read_meters: Reads what the model's stores held and moved.
     """
 
@@ -67,6 +71,7 @@ class Trainer:
     display: Display
     device: torch.device
     flops_per_sample: int | None
+    job: Job
     read_meters: Callable[[nn.Module], Meters] = read_meters
 
     def __post_init__(self) -> None:
@@ -94,11 +99,13 @@ class Trainer:
         for number, ids_BS in enumerate(micro_batches):
             self.display.micro_batch(number)
             self.clock.enter("data")
-            ids_BS = ids_BS.to(self.device, non_blocking=True)
+            ids_BS = self._share(ids_BS).to(self.device, non_blocking=True)
             part = self.model(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=num_items).loss
-            part_value = float(part.detach())
+            part_value = self.job.over_replicas(float(part.detach()))
             self._require_finite(part_value, "loss", index)
-            part.backward()
+            last = number == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else no_sync(self.model):
+                part.backward()
             loss += part_value
             self.clock.enter("optimizer")
             norm = self.optimizer.collect()
@@ -118,6 +125,10 @@ class Trainer:
         return [
             torch.from_numpy(np.stack([self.samples.pieces[i] for i in batch]).astype(np.int64)) for batch in batches
         ]
+
+    def _share(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the samples of a micro-batch that this replica takes."""
+        return ids_BS.tensor_split(self.job.degrees.dp)[self.job.replica]
 
     def _record(self, index: int, loss: float, grad_norm: float, rate: float, seconds: dict[str, float]) -> StepMetrics:
         recipe = self.recipe

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from trunkline.parallel.norm import total_norm
 from trunkline.train.recipe import OptimizerSection
 
 
@@ -29,20 +29,6 @@ def learning_rate(step: int, *, steps: int, settings: OptimizerSection) -> float
     share = (step - warmup) / max(1, steps - 1 - warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine)
-
-
-def gradient_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients as one vector, in float32 whatever their type.
-
-    Args:
-        gradients: Gradients on one device.
-
-    Returns:
-        A scalar; not finite if any element is not.
-    """
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
 
 
 class Optimizer:
@@ -95,7 +81,7 @@ class Optimizer:
             else:
                 optimised.grad.add_(parameter.grad)
             parameter.grad = None
-        return gradient_norm(optimised.grad for optimised in self.optimised if optimised.grad is not None)
+        return total_norm(optimised.grad for optimised in self.optimised if optimised.grad is not None)
 
     def step(self, *, lr: float, scale: float) -> None:
         """Update the parameters from the collected gradients, and drop these.

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from trunkline.train.metrics import MetricsFile, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
 
-MODEL, RECIPE, METRICS = "model", "recipe.yaml", "metrics.jsonl"
+MODEL, RECIPE, METRICS, LOGS = "model", "recipe.yaml", "metrics.jsonl", "logs"
 
 
 class OutputFolder:
@@ -60,15 +60,16 @@ class OutputFolder:
         self._metrics.write(metrics)
         self.num_steps += 1
 
-    def finish(self, model: nn.Module, tokenizer: Any) -> None:
+    def finish(self, model: nn.Module, tokenizer: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model, tokenizer and resolved recipe, and put the folder in place.
 
         Args:
             model: A Hugging Face model.
             tokenizer: Its tokenizer.
+            state_dict: All its parameters, where it is spread over processes.
         """
         self._metrics.close()
-        model.save_pretrained(self.partial / MODEL)  # type: ignore[operator]
+        model.save_pretrained(self.partial / MODEL, state_dict=state_dict)  # type: ignore[operator]
         tokenizer.save_pretrained(self.partial / MODEL)
         (self.partial / RECIPE).write_text(
             dump_recipe(self.recipe.model_copy(update={"overwrite": False})), encoding="utf-8"

@@ -100,6 +100,19 @@ class OptimizerSection(_Section):
     )
 
 
+class ParallelSection(_Section):
+    """How the processes that torchrun starts share the work."""
+
+    dp: Count | None = Field(default=None, description="replicas, each with other samples; null for what is left")
+    sp: Count = Field(default=1, description="processes that share a sequence, cut by heads in attention (Ulysses)")
+    cp: Count = Field(default=1, description="processes that share a sequence, cut by rows in attention")
+    tp: Count = Field(default=1, description="processes that share every matrix")
+    zero: Literal[0, 2, 3] = Field(
+        default=3, description="3 and 2 cut parameters, gradients and optimizer state over processes; 0 cuts nothing"
+    )
+    offload: bool = Field(default=False, description="parameters and optimizer state rest in host memory")
+
+
 class Recipe(_Section):
     """All settings of one training run."""
 
@@ -131,7 +144,8 @@ class Recipe(_Section):
     prefetch: Count = Field(
         default=2, description="tensors of one store on the device at a time; 1 turns double buffering off"
     )
-    batch_size: Count = Field(default=1, description="samples of one micro-batch")
+    parallel: ParallelSection = ParallelSection()
+    batch_size: Count = Field(default=1, description="samples of one micro-batch (global)")
     gradient_accumulation: Count = Field(default=1, description="micro-batches of one step")
     steps: Count = Field(description="optimizer steps")
     optimizer: OptimizerSection = OptimizerSection()

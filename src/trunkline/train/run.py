@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,13 +13,16 @@ from torch import nn
 import trunkline
 from trunkline.data import CutReport, cut_documents, find_files, load_encoder, read_documents
 from trunkline.flops import UncountedModuleError, attention_flops, model_flops
+from trunkline.parallel import alarm
+from trunkline.parallel.mesh import heads_of
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display, RunInfo
+from trunkline.train.job import Job, RankLog, expected_seconds
 from trunkline.train.loop import Monitor, Trainer
 from trunkline.train.metrics import StepMetrics
 from trunkline.train.models import build_config, build_model, resolve_device, tokenizer_spec
 from trunkline.train.optimizer import Optimizer
-from trunkline.train.output import OutputFolder
+from trunkline.train.output import LOGS, OutputFolder
 from trunkline.train.recipe import Recipe
 
 
@@ -36,12 +41,14 @@ class RunResult:
     cut: CutReport
 
 
-def train(recipe: Recipe, display: Display) -> RunResult:
+def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog | None = None) -> RunResult:
     """Train by a recipe and write its output folder.
 
     Args:
         recipe: The settings.
         display: Told what happens.
+        job: The processes of the run, all of which call this; None for this one alone.
+        log: What `display` writes to, where this is not the process that shows the run.
 
     Returns:
         Where the result is, and how it went.
@@ -50,41 +57,82 @@ def train(recipe: Recipe, display: Display) -> RunResult:
         ValueError: Something in recipe, data or model folder is wrong; the text names the setting and the mend, and
             nothing was written.
         TrainingDivergedError: Loss or gradient became non-finite.
+        RankError: Another process of the run has failed.
     """
-    output = OutputFolder(recipe)
+    job = job or Job()
+    with contextlib.nullcontext() if job.mesh is None else alarm.guarded():
+        return _train(recipe, display, job, log)
+
+
+def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> RunResult:
+    output = OutputFolder(recipe) if job.is_main else None
     device = resolve_device(recipe.device)
     encoder = load_encoder(tokenizer_spec(recipe))
     config = build_config(recipe, encoder)
+    job.degrees.check_heads(*heads_of(config))
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
-    model = build_model(recipe, config, device)
-    flops = _flops(model, recipe.context, display)
+    model, flops, attention_share = _model(recipe, config, device, job, display)
     clock = PartClock(device)
-    trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
-    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops)
+    trunkline.stream(model, **recipe.stream_settings, mesh=job.mesh, progress=Monitor(clock, display))
+    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, job)
     info = RunInfo(
-        headline=_headline(recipe, model, device, samples.report),
+        headline=_headline(recipe, model, device, samples.report, job),
         steps=recipe.steps,
         log_every=recipe.log_every,
         num_micro_batches=recipe.gradient_accumulation,
-        attention_share=0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops,
+        attention_share=attention_share,
     )
     steps: list[StepMetrics] = []
-    with output:
+    with contextlib.nullcontext() if output is None else output:
+        folder = job.agree_on_folder(None if output is None else output.partial)
+        if log is not None:
+            log.open(folder / LOGS / f"rank-{job.rank}.log")
         torch.manual_seed(recipe.seed)
         display.begin(info)
         try:
             for index in range(recipe.steps):
                 metrics = trainer.step(index)
-                output.write(metrics)
+                if output is not None:
+                    output.write(metrics)
                 display.step(metrics)
                 steps.append(metrics)
+                job.expect(max(step.total_seconds for step in steps))
         finally:
             display.end()
         trunkline.unstream(model)
-        output.finish(model, encoder.tokenizer)
-    return RunResult(output.path, steps, samples.report)
+        state_dict = job.state_dict(model, getattr(torch, recipe.model.dtype))
+        if output is not None:
+            output.finish(model, encoder.tokenizer, state_dict)
+        job.wait()
+    return RunResult(Path(recipe.output).expanduser().absolute(), steps, samples.report)
+
+
+def _model(
+    recipe: Recipe, config: Any, device: torch.device, job: Job, display: Display
+) -> tuple[nn.Module, int | None, float]:
+    """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
+    parallel, degrees, dtype = recipe.parallel, job.degrees, recipe.model.dtype
+    cut = bool(parallel.zero) and degrees.dp * degrees.sp * degrees.cp > 1
+    # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
+    masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
+    wide = recipe
+    if masters:
+        wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
+    # A whole model need not fit on a device of which it takes a share.
+    model = build_model(wide, config, torch.device("cpu") if cut and degrees.tp == 1 else device)
+    flops = _flops(model, recipe.context, display)
+    attention_share = 0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops
+    if job.mesh is None:
+        return model, flops, attention_share
+    if flops is not None:
+        per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // job.world_size
+        job.expect(expected_seconds(per_rank, device, getattr(torch, dtype)))
+    if cut or degrees.tp > 1:
+        param_dtype = getattr(torch, dtype) if masters else None
+        trunkline.shard(model, job.mesh, zero=parallel.zero, param_dtype=param_dtype, offload=parallel.offload and cut)
+    return model, flops, attention_share
 
 
 def _flops(model: nn.Module, context: int, display: Display) -> int | None:
@@ -95,15 +143,16 @@ def _flops(model: nn.Module, context: int, display: Display) -> int | None:
         return None
 
 
-def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutReport) -> list[str]:
+def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutReport, job: Job) -> list[str]:
     count = sum(parameter.numel() for parameter in model.parameters())
     name = recipe.model.preset or recipe.model.path
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
     samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
+    ranks = f", {job.world_size} processes ({job.degrees}, zero={recipe.parallel.zero})" if job.mesh else ""
     return [
         f"trunkline {trunkline.__version__}: {name}, {_count_text(count)} parameters in {recipe.model.dtype} on "
-        f"{place}",
+        f"{place}{ranks}",
         f"context {recipe.context:,} tokens (global), chunk_size {recipe.chunk_size}, "
         f"keep [{', '.join(recipe.keep)}], {samples}{accumulation} a step, {recipe.steps} steps",
         f"data: {cut}",

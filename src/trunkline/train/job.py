@@ -1,0 +1,183 @@
+"""The processes of a training run: which of them this is, and what they do together."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+import trunkline
+from trunkline.parallel import alarm
+from trunkline.parallel.mesh import Degrees, degrees_of
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import RecipeError
+
+# A collective may wait for a rank that is this many times slower than expected, or busy elsewhere for so long.
+_PATIENCE, _LEAST = 20, timedelta(minutes=3)
+_START = timedelta(hours=1)  # until something is known of the model: files are read and cut before the first step
+
+
+class RankLog(io.StringIO):
+    """What a process writes that does not show the run: kept until there is a file for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: TextIO | None = None
+
+    def open(self, path: Path) -> None:
+        """Go on in a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._file.write(self.getvalue())
+        self._file.flush()
+
+    def write(self, text: str) -> int:
+        """Append."""
+        if self._file is None:
+            return super().write(text)
+        count = self._file.write(text)
+        self._file.flush()
+        return count
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this process knows of the others.
+
+    Attributes:
+        mesh: of all ranks; None where there is one process.
+        degrees: how they are divided.
+        rank: of this process, from 0.
+        replica: which of the `degrees.dp` it belongs to, from 0.
+    """
+
+    mesh: DeviceMesh | None = None
+    degrees: Degrees = field(default_factory=Degrees)
+    rank: int = 0
+    replica: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that shows the run and writes its output."""
+        return self.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    def over_replicas(self, value: float) -> float:
+        """The sum over replicas of a number that all ranks of a replica have."""
+        if self.mesh is None or self.degrees.dp == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
+        dist.all_reduce(total, group=self.mesh["dp"].get_group())
+        return float(total)
+
+    def agree_on_folder(self, folder: Path | None) -> Path:
+        """The folder that rank 0 gives."""
+        if self.mesh is None:
+            assert folder is not None
+            return folder
+        return Path(alarm.shared("output", None if folder is None else str(folder)))
+
+    def expect(self, seconds: float) -> None:
+        """Have collectives fail when they take far longer than a step does.
+
+        Args:
+            seconds: that a step is expected to take.
+        """
+        if self.mesh is None:
+            return
+        timeout = max(_LEAST, timedelta(seconds=_PATIENCE * seconds))
+        for group in {id(g): g for g in _groups(self.mesh)}.values():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.mesh is not None:
+            with alarm.guarded():
+                dist.barrier()
+
+    def leave(self) -> None:
+        """Nothing more is done together."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+    def state_dict(self, model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+        """All parameters of a model that is spread over ranks, on rank 0's host; None for those of a whole one.
+
+        Every rank must call it; all but rank 0 get nothing.
+        """
+        if self.mesh is None:
+            return None
+        with alarm.guarded():
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            found: dict[str, Any] = get_model_state_dict(model, options=options)
+        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
+
+
+def join(recipe: Recipe) -> Job:
+    """Join the run's other processes, if torchrun has started several.
+
+    Raises:
+        RecipeError: `parallel` asks for several processes, and there is one; or does not make up their number.
+    """
+    parallel = recipe.parallel
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    asked = (parallel.dp or 1) * parallel.sp * parallel.cp * parallel.tp
+    if world_size == 1:
+        if asked > 1:
+            raise RecipeError(
+                f"parallel asks for {asked} processes, and this is one: start it with torchrun --nproc-per-node "
+                f"{asked} -m trunkline train …, or leave parallel out."
+            )
+        return Job()
+    if ":" in recipe.device:
+        raise RecipeError(
+            f"device: '{recipe.device}' names one device, and there are {world_size} processes, each with its own: set "
+            "device to cuda."
+        )
+    device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
+    mesh = trunkline.init_mesh(dp=parallel.dp, sp=parallel.sp, cp=parallel.cp, tp=parallel.tp,
+                               device_type=device_type, timeout=_START)  # fmt: skip
+    degrees = degrees_of(mesh)
+    if recipe.batch_size % degrees.dp:
+        raise RecipeError(
+            f"batch_size ({recipe.batch_size}, global) is not a multiple of parallel.dp ({degrees.dp}): every replica "
+            f"takes an equal share of each micro-batch. Set batch_size to {degrees.dp}, {2 * degrees.dp}, …"
+        )
+    return Job(mesh, degrees, dist.get_rank(), mesh["dp"].get_local_rank())
+
+
+def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> float:
+    """What a step of so many FLOPs on one device may take, by the speed of one matrix product there."""
+    size = 512 if device.type == "cpu" else 8_192
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        float((a @ a)[0, 0])
+        times.append(time.perf_counter() - start)
+    return flops / (2 * size**3 / min(times))
+
+
+def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    from trunkline.parallel.group import flat
+    from trunkline.parallel.mesh import SEQUENCE
+    from trunkline.parallel.sharding import REPLICAS
+
+    axes = mesh.mesh_dim_names or ()
+    world = dist.group.WORLD
+    assert world is not None
+    return [world, *(mesh[a].get_group() for a in axes), *(flat(mesh, a).get_group() for a in (SEQUENCE, REPLICAS))]

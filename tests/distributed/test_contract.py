@@ -1,0 +1,194 @@
+"""What ranks must agree upon, and what becomes of the others when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import tokens
+
+import trunkline
+from distributed.processes import outcomes, run, start
+from trunkline.config import Progress
+from trunkline.parallel.mesh import Degrees
+
+
+def streamed(degrees: dict[str, int], **settings: Any) -> torch.nn.Module:
+    mesh = trunkline.init_mesh(**degrees)
+    model = trunkline.shard(build("llama", torch.float32), mesh)
+    return trunkline.stream(model, mesh=mesh, chunk_size=8, **settings)
+
+
+def call(degrees: dict[str, int], odd: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[str, float]:
+    """What a forward says when one rank changes its arguments; then it works again."""
+    model = streamed(degrees)
+    rank = torch.distributed.get_rank()
+    ids = tokens(1, 37)
+    given = {"input_ids": ids, "labels": ids}
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"rank|labels") as refused:
+        model(**(change(given) if rank == odd else given))
+    seconds = time.monotonic() - begun
+    model(**given).loss.backward()
+    return str(refused.value), seconds
+
+
+def _other_token(given: dict[str, Any]) -> dict[str, Any]:
+    ids = given["input_ids"].clone()
+    ids[0, 30] += 1
+    return {**given, "input_ids": ids}
+
+
+def _other_label(given: dict[str, Any]) -> dict[str, Any]:
+    labels = given["labels"].clone()
+    labels[0, 36] = -100
+    return {**given, "labels": labels}
+
+
+def _shorter(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x[:, :30] for name, x in given.items()}
+
+
+def _no_labels(given: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": given["input_ids"], "labels": None, "num_items_in_batch": 3, "shift_labels": given["labels"]}
+
+
+def _wrong_shape(given: dict[str, Any]) -> dict[str, Any]:
+    return {**given, "labels": given["labels"][:, :-1]}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "change", "says"),
+    [
+        ({"sp": 2}, _other_token, "rank 1 was given other tokens"),
+        ({"cp": 2}, _other_label, "rank 1 was given other tokens"),
+        ({"tp": 2}, _shorter, "rank 1 was given other tokens"),
+        ({"sp": 2}, _no_labels, "rank 1 calls the model in another way"),
+    ],
+)
+def test_ranks_that_are_given_something_else(degrees: dict[str, int], change: Any, says: str) -> None:
+    for text, seconds in run(2, call, degrees, 1, change):
+        assert says in text
+        assert seconds < 10
+
+
+def test_a_refusal_reaches_all_ranks() -> None:
+    (others, _), (own, _) = run(2, call, {"dp": 2}, 1, _wrong_shape)
+    assert own.startswith("labels must be")
+    assert "rank 1 refused its arguments (labels must be" in others
+
+
+def replicas() -> float:
+    """Replicas may have other lengths, and thus other numbers of chunks."""
+    model = streamed({"dp": 2})
+    ids = tokens(1, 9 + 20 * torch.distributed.get_rank())
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(trunkline.clip_grad_norm_(model, 1.0))
+
+
+def test_replicas_may_have_other_lengths() -> None:
+    first, second = run(2, replicas)
+    assert first == pytest.approx(second)
+
+
+def other_weights() -> str:
+    mesh = trunkline.init_mesh(sp=2)
+    model = build("llama", torch.float32, seed=torch.distributed.get_rank())
+    with pytest.raises(ValueError, match="holds other weights") as refused:
+        trunkline.stream(model, mesh=mesh)
+    return str(refused.value)
+
+
+def test_other_weights_are_refused() -> None:
+    assert run(2, other_weights)[0].startswith("rank 1 holds other weights")
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def fail(how: str, folder: str, log: str) -> None:
+    """Train until rank 1 fails in the middle of its second backward."""
+    rank, seen = int(os.environ["RANK"]), 0
+    os.dup2(os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+
+    def progress(position: Progress) -> None:
+        nonlocal seen
+        seen += position.part == "backward" and position.layer == 1 and position.chunk == 2
+        if rank == 1 and seen == 2:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("the disk is on fire")
+
+    model = streamed({"sp": 2}, device_budget=40_000, disk=folder, progress=progress)
+    ids = tokens(1, 61)
+    try:
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+    except RuntimeError:
+        if how == "lives on" and rank == 1:
+            time.sleep(60)
+        raise
+
+
+@pytest.mark.parametrize("how", ["raises", "killed", "lives on"])
+def test_a_rank_that_fails_takes_the_others_down(how: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    scratch, log = tmp_path / "scratch", tmp_path / "stderr"
+    scratch.mkdir()
+    started = start(2, fail, how, str(scratch), str(log))
+    if how == "lives on":
+        started[0][0].join(30)
+        assert started[0][0].exitcode == 1
+        started[1][0].kill()
+        assert "error: rank 1 failed: RuntimeError: the disk is on fire" in Path(f"{log}-0").read_text()
+    found = outcomes(started)
+    assert time.monotonic() - begun < 30
+    assert [process.exitcode == 0 for process, _ in started] == [False, False]
+    assert not list(scratch.iterdir())
+    if how == "raises":
+        kind, text, _ = found[0][1]
+        assert kind == "RankError"
+        assert text.startswith("rank 1 failed: RuntimeError: the disk is on fire (this was rank 0")
+    if how == "killed":
+        kind, text, _ = found[0][1]
+        assert kind == "RankError"
+        assert "another rank is gone: it was killed, or ran out of memory" in text
+
+
+# -- degrees ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world", "says"),
+    [
+        (Degrees(sp=3), 8, ["world size of 8", "3 does not"]),
+        (Degrees(dp=3, sp=2), 8, ["makes 6 ranks", "set dp=4"]),
+        (Degrees(cp=0), 8, ["cp=0", "positive whole number"]),
+    ],
+)
+def test_degrees_that_do_not_make_up_the_job(degrees: Degrees, world: int, says: list[str]) -> None:
+    with pytest.raises(ValueError, match="=") as refused:
+        degrees.check_world(world)
+    assert all(part in str(refused.value) for part in says)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "says"),
+    [
+        (Degrees(sp=6), ["9 query and 3 key/value heads", "valid values of sp are 1, 3, 9", "cp=6", "sp=3, cp=2"]),
+        (Degrees(tp=2), ["tp=2 does not divide", "valid values of tp are 1, 3"]),
+        (Degrees(tp=3, sp=2), ["3 query heads on each of 3 tp ranks", "valid values of sp are 1, 3"]),
+    ],
+)
+def test_degrees_that_do_not_divide_the_heads(degrees: Degrees, says: list[str]) -> None:
+    with pytest.raises(ValueError, match="heads") as refused:
+        degrees.check_heads(9, 3)
+    assert all(part in str(refused.value) for part in says)
