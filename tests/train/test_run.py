@@ -14,6 +14,7 @@ from trunkline.data import Document, cut_documents, load_encoder
 from trunkline.flops import model_flops
 from trunkline.train import loop, run
 from trunkline.train.clock import PARTS, PartClock
+from trunkline.train.job import Job
 from trunkline.train.loop import Monitor, Trainer, TrainingDivergedError
 from trunkline.train.models import build_config, build_model
 from trunkline.train.optimizer import Optimizer
@@ -166,7 +167,7 @@ def trainer_for(recipe: Recipe, *, streamed: bool = True) -> Trainer:
     if streamed:
         trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
     meters = trunkline.read_meters if streamed else lambda model: trunkline.Meters({}, {})
-    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, meters)
+    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, Job(), meters)
 
 
 def test_steps_equal_plain_hugging_face(tmp_path, corpus):

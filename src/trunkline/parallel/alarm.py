@@ -112,20 +112,17 @@ def guarded() -> Iterator[None]:
 
 def _reason(error: BaseException) -> str | None:
     """Why another rank is to blame for an error; None where none is."""
-    broken = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
-    deadline = time.monotonic() + (2.0 if broken else 0.0)  # the other may still be writing
-    while True:
+    if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
+        return None
+    deadline = time.monotonic() + 2.0  # the other may still be writing
+    while time.monotonic() < deadline:
         try:
             said = failure()
         except Exception:  # the store is gone, and the process that held it
-            said = None
+            break
         if said is not None and not said.startswith(f"rank {dist.get_rank()} failed"):
             return said
-        if time.monotonic() >= deadline:
-            break
         time.sleep(0.05)
-    if not broken:
-        return None
     first = str(error).strip().splitlines()[0]
     return f"another rank is gone: it was killed, or ran out of memory; its own output says more ({first})"
 

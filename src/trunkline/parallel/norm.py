@@ -35,9 +35,14 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -
     norm = total_norm(gradients)
     factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor.to(device=local.device, dtype=local.dtype))
+        part = local(gradient)
+        part.mul_(factor.to(device=part.device, dtype=part.dtype))
     return norm
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds: all of it, where it is not spread over ranks."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -55,12 +60,12 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for gradient in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         dtype = wide if dtype in (None, wide) else torch.float32
-        local, key = gradient, None
+        key = None
         if isinstance(gradient, DTensor):
             cut = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-            local, key = gradient.to_local(), (gradient.device_mesh, cut)
+            key = gradient.device_mesh, cut
             device = torch.device(gradient.device_mesh.device_type)
-        squares[key].append(torch.linalg.vector_norm(local, dtype=wide).square())
+        squares[key].append(torch.linalg.vector_norm(local(gradient), dtype=wide).square())
     totals = []
     for key, parts in squares.items():
         total = torch.stack([part.to(parts[0].device, torch.float64) for part in parts]).sum()

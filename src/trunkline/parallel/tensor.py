@@ -41,11 +41,12 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
 def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """A plan with the layers' numbers in the place of its stars: parameters and modules by name, parameters first."""
     found: dict[str, str] = {}
+    known = dict(model.named_parameters())  # tied ones once
     for name, module in model.named_modules():
         style = plan.get(_starred(name))
         for parameter, _ in module.named_parameters(name, recurse=False):
             own = plan.get(_starred(parameter), style)
-            if own is not None:
+            if own is not None and parameter in known:
                 found[parameter] = own
         if style is not None:
             found[name] = style

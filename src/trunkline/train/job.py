@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 import trunkline
 from trunkline.parallel import alarm
@@ -114,25 +115,38 @@ class Job:
         if self.mesh is not None:
             dist.destroy_process_group()
 
-    def state_dict(self, model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-        """All parameters of a model that is spread over ranks, on rank 0's host; None for those of a whole one.
+    def whole(self, model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
+        """What `save_pretrained` takes of a model that may be spread over ranks; every rank must call it.
 
-        Every rank must call it; all but rank 0 get nothing.
+        Args:
+            model: The model.
+            dtype: Of its parameters in the file, if it is spread.
+
+        Returns:
+            A model of its class and config, and all parameters on rank 0's host; the model itself where it is whole.
         """
         if self.mesh is None:
-            return None
+            return model, None
         with alarm.guarded():
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             found: dict[str, Any] = get_model_state_dict(model, options=options)
-        return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
+        with torch.device("meta"):
+            blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+        blank.generation_config = model.generation_config
+        return blank, {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
 
 
 def join(recipe: Recipe) -> Job:
     """Join the run's other processes, if torchrun has started several.
 
     Raises:
-        RecipeError: `parallel` asks for several processes, and there is one; or does not make up their number.
+        ValueError: `parallel` asks for several processes, and there is one; or does not make up their number.
     """
+    with alarm.guarded():
+        return _join(recipe)
+
+
+def _join(recipe: Recipe) -> Job:
     parallel = recipe.parallel
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asked = (parallel.dp or 1) * parallel.sp * parallel.cp * parallel.tp

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from trunkline.parallel.norm import total_norm
+from trunkline.parallel.norm import local, total_norm
 from trunkline.train.recipe import OptimizerSection
 
 
@@ -55,12 +55,13 @@ class Optimizer:
             self.optimised = [parameter.detach().to(torch.float32, copy=True) for parameter in self.parameters]
         else:
             self.optimised = [parameter.detach() for parameter in self.parameters]
-        groups = [
-            {"params": [p for p in self.optimised if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self.optimised if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        groups: dict[tuple[float, object], list[torch.Tensor]] = {}
+        for parameter in self.optimised:
+            decay = settings.weight_decay if parameter.ndim >= 2 else 0.0
+            # One call takes parameters that are spread over ranks in the same way.
+            groups.setdefault((decay, getattr(parameter, "device_mesh", None)), []).append(parameter)
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()],
             lr=settings.lr,
             betas=settings.betas,
             eps=settings.eps,
@@ -90,16 +91,15 @@ class Optimizer:
             lr: Learning rate of this step.
             scale: Factor for the gradients, 1 for none (clipping).
         """
-        gradients = [optimised.grad for optimised in self.optimised if optimised.grad is not None]
         if scale != 1.0:
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_([local(x.grad) for x in self.optimised if x.grad is not None], scale)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         if self.has_masters:
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.optimised)
+                torch._foreach_copy_([local(x) for x in self.parameters], [local(x) for x in self.optimised])
 
 
 def clip_scale(norm: float, clip: float | None) -> float:

@@ -102,9 +102,9 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         finally:
             display.end()
         trunkline.unstream(model)
-        state_dict = job.state_dict(model, getattr(torch, recipe.model.dtype))
+        saved, state_dict = job.whole(model, getattr(torch, recipe.model.dtype))
         if output is not None:
-            output.finish(model, encoder.tokenizer, state_dict)
+            output.finish(saved, encoder.tokenizer, state_dict)
         job.wait()
     return RunResult(Path(recipe.output).expanduser().absolute(), steps, samples.report)
 

@@ -1,0 +1,138 @@
+"""`trunkline train` over several processes: the same run as in one, and what becomes of mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from distributed.processes import run
+from trunkline.cli import app
+from trunkline.train import job
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import RecipeError
+
+
+def recipe(folder: Path, **changes: Any) -> Path:
+    corpus = folder / "corpus"
+    corpus.mkdir(exist_ok=True)
+    for number in range(4):
+        text = " ".join(str((number + 3) * n * n % 997) for n in range(400))
+        (corpus / f"{number}.txt").write_text(text)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4,
+             "num_key_value_heads": 2}  # fmt: skip
+    content = {
+        "model": {"preset": "tiny-llama", "dtype": "float32", "overrides": sizes}, "data": {"files": [str(corpus)]},
+        "context": 96, "chunk_size": 32, "batch_size": 2, "gradient_accumulation": 2, "steps": 3, "device": "cpu",
+        "optimizer": {"lr": 0.003}, "output": str(folder / "out"), "overwrite": True, **changes,
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def command(path: str, log: str) -> int:
+    """The command line, its output in files."""
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(os.open(f"{log}-{os.environ['RANK']}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    code = app.run(["train", path])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("alone")
+    assert app.run(["train", str(recipe(folder))]) == 0
+    return metrics(folder), AutoModelForCausalLM.from_pretrained(folder / "out" / "model").state_dict()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}, {"sp": 2, "offload": True}],
+    ids=["sp", "dp", "cp", "tp", "offload"],
+)
+def test_a_run_over_processes_is_that_of_one(parallel: dict[str, Any], alone: Any, tmp_path: Path) -> None:
+    path = recipe(tmp_path, parallel=parallel)
+    assert run(2, command, str(path), str(tmp_path / "log")) == [0, 0]
+    expected, weights = alone
+    got = metrics(tmp_path)
+    assert [step["loss"] for step in got] == pytest.approx([step["loss"] for step in expected], rel=1e-5)
+    assert [step["grad_norm"] for step in got] == pytest.approx([step["grad_norm"] for step in expected], rel=1e-4)
+    assert [step["lr"] for step in got] == [step["lr"] for step in expected]
+    assert [step["tokens"] for step in got] == [step["tokens"] for step in expected]
+    if "dp" not in parallel and "tp" not in parallel:
+        assert all(step["lanes"]["comm"]["bytes"] > 0 for step in got)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    for name, weight in model.state_dict().items():
+        # AdamW turns the sign of a gradient that is zero but for rounding into a whole step.
+        assert float((weight - weights[name]).abs().max()) <= 2 * 3 * 0.003
+        assert float((weight - weights[name]).norm()) <= 1e-3 * float(weights[name].norm()), name
+    assert "step 3/3" in (tmp_path / "out" / "logs" / "rank-1.log").read_text()
+    assert "step 3/3" in (tmp_path / "log-0-1").read_text()
+    assert (tmp_path / "log-1-1").read_text() == ""
+    assert "torchrun --nproc-per-node 2 -m trunkline train" in (tmp_path / "log-0-1").read_text()
+
+
+def test_bfloat16_shards_are_float32_masters(tmp_path: Path) -> None:
+    path = recipe(tmp_path, model={"preset": "tiny-llama", "dtype": "bfloat16"}, parallel={"dp": 2})
+    assert run(2, command, str(path), str(tmp_path / "log")) == [0, 0]
+    assert metrics(tmp_path)[-1]["loss"] < metrics(tmp_path)[0]["loss"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.dtype == torch.bfloat16
+    assert model.config.architectures == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"sp": 3}}, "sp x cp x tp must divide 2: 3 does not"),
+        ({"parallel": {"dp": 2}, "batch_size": 3}, "batch_size (3, global) is not a multiple of parallel.dp (2)"),
+        ({"parallel": {"sp": 2}, "model": {"preset": "tiny-llama", "overrides": {"num_attention_heads": 3,
+          "num_key_value_heads": 1, "hidden_size": 24}}}, "sp=2 does not divide 3 query"),
+        ({"parallel": {"sp": 2}, "device": "cuda:1"}, "names one device, and there are 2 processes"),
+        ({"parallel": {"spp": 2}}, "Did you mean 'parallel.sp'?"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_once(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = recipe(tmp_path, **changes)
+    assert run(2, command, str(path), str(tmp_path / "log")) == [2, 2]
+    told = [(tmp_path / f"log-{rank}-2").read_text() for rank in range(2)]
+    assert sum(says in text for text in told) == 1, told
+    assert not any("Traceback" in text for text in told)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_process_is_told_to_use_torchrun(tmp_path: Path) -> None:
+    settings = yaml.safe_load(recipe(tmp_path, parallel={"sp": 2}).read_text())
+    with pytest.raises(RecipeError, match="torchrun --nproc-per-node 2 -m trunkline train"):
+        job.join(Recipe.model_validate(settings))
+
+
+def timeouts(seconds: float) -> list[float]:
+    import trunkline
+    from trunkline.parallel.mesh import degrees_of
+
+    mesh = trunkline.init_mesh(sp=2)
+    job.Job(mesh, degrees_of(mesh)).expect(seconds)
+    device = torch.device("cpu")
+    groups = job._groups(mesh)
+    return [group._get_backend(device).options._timeout.total_seconds() for group in groups]
+
+
+def test_time_outs_follow_the_step() -> None:
+    for seconds, expected in ((0.1, 180), (60, 1200), (3600, 72_000)):
+        assert set(run(2, timeouts, seconds)[0]) == {expected}
