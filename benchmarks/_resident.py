@@ -15,7 +15,7 @@ from _variants import Setup
 
 # Freed memory goes back to the kernel at once, for every variant alike: otherwise the resident set shows what malloc
 # hoards and not what the step needs. One arena, because hoards are per arena.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
 def in_own_process(script: str, task: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def in_own_process(script: str, task: dict[str, Any]) -> dict[str, Any]:
     """
     child = subprocess.run(
         [sys.executable, script, json.dumps(task)],
-        env={**os.environ, **_MALLOC},
+        env={**os.environ, **MALLOC},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
