@@ -25,7 +25,7 @@ from trunkline.config import StreamConfig
 from trunkline.decoder import Batch, Decoder
 from trunkline.gradients import differentiate, reaches
 from trunkline.keeping import Widths, choose
-from trunkline.ranks import Ranks, padded_length
+from trunkline.ranks import PendingTensors, Ranks, padded_length
 from trunkline.run import CoreCall, Run
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores, Tiers
@@ -89,11 +89,16 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
     if core.restore():
         return
     earlier = run.chunks[:-1]
+    coming: PendingTensors | None = None
     for chunk, x_BCE in zip(earlier, run.inputs[layer].read(range(len(earlier))), strict=True):
         run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
         run.conditions.seed(layer, chunk.index)
         _, k, v, _ = run.decoder.projections(layer, x_BCE, run.batch, chunk)
-        core.put(run.rows[chunk.index], *run.ranks.to_heads(k, v))
+        if coming is not None:  # while this chunk's were computed
+            core.put(run.rows[chunk.index - 1], *coming.wait())
+        coming = run.ranks.start_to_heads(k, v)
+    if coming is not None:
+        core.put(run.rows[len(earlier) - 1], *coming.wait())
 
 
 def regenerate(run: Run, group: range) -> None:

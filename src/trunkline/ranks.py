@@ -55,6 +55,25 @@ class PendingPair(Protocol):
         ...
 
 
+class PendingTensors(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Them, once compute may use them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Tensors that are not on their way at all."""
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See `PendingTensors.wait`."""
+        return self.tensors
+
+
 class Ranks(Protocol):
     """The ranks that share a sequence, seen from one of them."""
 
@@ -110,6 +129,10 @@ class Ranks(Protocol):
         """Queries, keys or values (B, heads, own tokens, D) to (B, own heads, rows, D); differentiable."""
         ...
 
+    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
+        """The same, under way while compute goes on; not differentiable."""
+        ...
+
     def to_tokens(self, o: Tensor) -> Tensor:
         """Outputs (B, own heads, rows, D) to (B, heads, own tokens, D); differentiable."""
         ...
@@ -154,6 +177,10 @@ class Alone:
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Ranks.to_heads`."""
         return tensors
+
+    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
+        """See `Ranks.start_to_heads`."""
+        return Here(tensors)
 
     def to_tokens(self, o: Tensor) -> Tensor:
         """See `Ranks.to_tokens`."""

@@ -19,7 +19,7 @@ from trunkline.parallel.comm import Comm, from_everyone
 from trunkline.parallel.gather import Gather
 from trunkline.parallel.mesh import SEQUENCE, degrees_of
 from trunkline.parallel.ulysses import Ulysses
-from trunkline.ranks import Agreement, KeyValueGather
+from trunkline.ranks import Agreement, Here, KeyValueGather, PendingTensors
 
 
 class MeshRanks:
@@ -67,6 +67,10 @@ class MeshRanks:
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """See `Ranks.to_heads`."""
         return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
+
+    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
+        """See `Ranks.start_to_heads`."""
+        return Here(tensors) if self._ulysses is None else self._ulysses.start_to_heads(*tensors)
 
     def to_tokens(self, o: Tensor) -> Tensor:
         """See `Ranks.to_tokens`."""

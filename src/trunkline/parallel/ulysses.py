@@ -7,13 +7,15 @@ heads; another turns its output back. Key/value heads fewer than ranks are sent 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.parallel.comm import Comm
+from trunkline.parallel.comm import Comm, Pending
 
 
 class Ulysses:
@@ -41,8 +43,8 @@ class Ulysses:
         given: Tensor = _ToTokens.apply(self, o)  # type: ignore[no-untyped-call]
         return given
 
-    def scatter_heads(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """See `to_heads`."""
+    def start_to_heads(self, *tensors: Tensor) -> Heads:
+        """The same, under way: what is computed before `wait` does not wait for it. Not differentiable."""
         size, parts, shapes = self.size, [], []
         dtype = tensors[0].dtype
         for x in tensors:
@@ -54,13 +56,7 @@ class Ulysses:
             # (B, size, own, T, D) to (size, B, own, T, D)
             parts.append(x.reshape(batch, size, own, length, dim).transpose(0, 1).reshape(size, -1))
             shapes.append((size, batch, own, length, dim))
-        received = self._exchange(parts, dtype)
-        # (size, B, own, T, D) to (B, own, size * T, D)
-        whole = [
-            x.reshape(shape).permute(1, 2, 0, 3, 4).reshape(shape[1], shape[2], size * shape[3], shape[4])
-            for x, shape in zip(received, shapes, strict=True)
-        ]
-        return [x.to(given.dtype) for x, given in zip(whole, tensors, strict=True)]
+        return Heads(self._exchange(parts, dtype), shapes, [x.dtype for x in tensors])
 
     def gather_heads(self, tensors: tuple[Tensor, ...], heads: tuple[int, ...]) -> list[Tensor]:
         """The other way; where heads are copies, sums over these in fp32 or wider.
@@ -80,9 +76,10 @@ class Ulysses:
             # (B, own, size, T, D) to (size, B, own, T, D)
             parts.append(x.reshape(batch, own, size, length // size, dim).permute(2, 0, 1, 3, 4).reshape(size, -1))
             shapes.append((size, batch, own, length // size, dim))
-        received = self._exchange(parts, dtype)
+        received = self._exchange(parts, dtype).wait()
         given = []
-        for x, shape, count, like in zip(received, shapes, heads, tensors, strict=True):
+        columns = torch.split(received, [x.shape[1] for x in parts], 1)
+        for x, shape, count, like in zip(columns, shapes, heads, tensors, strict=True):
             _, batch, own, length, dim = shape
             x = x.reshape(shape).transpose(0, 1).reshape(batch, size * own, length, dim)
             copies = size * own // count
@@ -92,10 +89,30 @@ class Ulysses:
             given.append(x.to(like.dtype))
         return given
 
-    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """One all-to-all for all of them, each (size, n)."""
+    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> Pending:
+        """One all-to-all for all of them, each (size, n), side by side."""
         packed = torch.cat([x.to(dtype) for x in parts], 1) if len(parts) > 1 else parts[0].to(dtype).contiguous()
-        return list(torch.split(self.comm.all_to_all(packed).wait(), [x.shape[1] for x in parts], 1))
+        return self.comm.all_to_all(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Tensors of a rank's heads on their way."""
+
+    pending: Pending
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Them, (B, own heads, size * T, D) each."""
+        columns = torch.split(self.pending.wait(), [math.prod(shape[1:]) for shape in self.shapes], 1)
+        found = []
+        for x, shape, dtype in zip(columns, self.shapes, self.dtypes, strict=True):
+            size, batch, own, length, dim = shape
+            # (size, B, own, T, D) to (B, own, size * T, D)
+            x = x.reshape(shape).permute(1, 2, 0, 3, 4).reshape(batch, own, size * length, dim)
+            found.append(x.to(dtype))
+        return tuple(found)
 
 
 class _ToHeads(torch.autograd.Function):
@@ -103,7 +120,7 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ulysses = ulysses
         ctx.heads = tuple(x.shape[1] for x in tensors)
-        return tuple(ulysses.scatter_heads(tensors))
+        return ulysses.start_to_heads(*tensors).wait()
 
     @staticmethod
     @once_differentiable
@@ -120,4 +137,4 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.ulysses.scatter_heads((do,))[0]
+        return None, ctx.ulysses.start_to_heads(do).wait()[0]

@@ -1,0 +1,299 @@
+"""What else must hold over ranks: tiers, micro-batches, precision, adapters, evaluation, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import Gradients, collect, cross_entropy, plain, relative_error, tokens, total_error
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import trunkline
+from distributed.processes import run
+
+
+def whole(gradients: Gradients) -> Gradients:
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()}
+
+
+def worst(got: Gradients, expected: Gradients) -> float:
+    assert got.keys() == expected.keys()
+    floor = 1e-6 * sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
+    return max(float((whole(got)[n] - g).norm()) / max(float(g.norm()), floor) for n, g in expected.items())
+
+
+def streamed(
+    degrees: dict[str, int], zero: int | None = 3, model: nn.Module | None = None, **settings: Any
+) -> nn.Module:
+    mesh = trunkline.init_mesh(**degrees)
+
+    if zero is not None:
+        trunkline.shard(model, mesh, zero=zero)
+    return trunkline.stream(model, mesh=mesh, **{"chunk_size": 8, **settings})
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def with_tiers(degrees: dict[str, int], folder: str, cases: list[dict[str, Any]]) -> list[float]:
+    errors = []
+    model = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
+    ids = tokens(2, 93)
+    expected = plain(copy.deepcopy(model), ids, ids, 184)[1]
+    mesh = trunkline.init_mesh(**degrees)
+    trunkline.shard(model, mesh)
+    for case in cases:
+        trunkline.stream(model, mesh=mesh, chunk_size=8, disk=folder, **case)
+        model(input_ids=ids, labels=ids).loss.backward()
+        errors.append(worst(collect(model), expected))
+        meters = trunkline.read_meters(model)
+        assert meters.peaks["device"] <= case["device_budget"]
+        assert meters.peaks["disk"] > 0
+        assert meters.lanes["comm"].moved > 0
+    return errors
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+def test_tiers_and_lanes_work_on_every_rank(degrees: dict[str, int], tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [
+        {"strategy": strategy, "device_budget": budget, "keep": keep, "inputs_every": every}
+        for strategy, budget in (("streamed", 90_000), ("head_groups", 110_000), ("auto", 130_000))
+        for keep, every in (((), 1), (("attention",), 1), (("attention", "kv"), 1), ((), 3), (("attention",), 2))
+    ]
+    for errors in run(2, with_tiers, degrees, str(tmp_path), cases):
+        assert max(errors) < 1e-8, dict(zip(map(str, cases), errors, strict=True))
+    assert not list(tmp_path.iterdir())
+
+
+# -- micro-batches and forwards that are outstanding -----------------------------------------------------------------
+
+
+def micro_batches(zero: int) -> float:
+    model = build("llama")
+    rank = None
+    parts = [[tokens(1, n + 3 * r, seed=n + r) for n in (30, 12, 21)] for r in range(2)]
+    exact = copy.deepcopy(model)
+    for part in parts:
+        for ids in part:
+            (cross_entropy(exact(input_ids=ids).logits, ids) / 71).backward()
+    model = streamed({"dp": 2}, zero or None, model)
+    rank = torch.distributed.get_rank()
+    for number, ids in enumerate(parts[rank]):
+        loss = model(input_ids=ids, labels=ids, num_items_in_batch=71).loss
+        if number < 2:
+            with trunkline.no_sync(model):
+                loss.backward()
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            loss.backward()
+    return worst(collect(model), collect(exact))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_micro_batches_are_reduced_together(zero: int) -> None:
+    assert max(run(2, micro_batches, zero)) < 1e-8
+
+
+def outstanding() -> float:
+    model = build("llama")
+    first, second = tokens(1, 37), tokens(1, 21, seed=5)
+    exact = copy.deepcopy(model)
+    losses = [cross_entropy(exact(input_ids=ids).logits, ids) / (ids.shape[1] - 1) for ids in (first, second)]
+    (losses[0] - 3 * losses[1]).backward()
+    model = streamed({"sp": 2}, 2, model)
+    a, b = (model(input_ids=ids, labels=ids).loss for ids in (first, second))
+    (a - 3 * b).backward()
+    return worst(collect(model), collect(exact))
+
+
+def test_two_forwards_before_one_backward() -> None:
+    assert max(run(2, outstanding)) < 1e-8
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+def precision() -> tuple[float, float, bool]:
+    """Gathered in bf16, summed and kept in fp32, against transformers' own bf16."""
+    mine, own = [], []
+    mesh = trunkline.init_mesh(sp=2)
+    good = True
+    for seed in range(4):
+        model = build("llama", torch.float32, seed=seed)
+        rounded = copy.deepcopy(model).bfloat16()
+        exact = plain(copy.deepcopy(rounded).double(), tokens(1, 128, seed=seed), tokens(1, 128, seed=seed), 127)[1]
+        own.append(total_error(plain(rounded, tokens(1, 128, seed=seed), tokens(1, 128, seed=seed), 127)[1], exact))
+        trunkline.shard(model, mesh, param_dtype=torch.bfloat16)
+        trunkline.stream(model, mesh=mesh, chunk_size=16)
+        ids = tokens(1, 128, seed=seed)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = collect(model)
+        good = good and all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in gradients.values())
+        mine.append(total_error(whole(gradients), exact))
+    return sum(mine) / 4, sum(own) / 4, good
+
+
+def test_bf16_shards_in_fp32_are_no_worse_than_transformers() -> None:
+    for mine, own, good in run(2, precision):
+        assert good
+        assert mine <= own * 1.02
+
+
+# -- adapters and frozen layers --------------------------------------------------------------------------------------
+
+
+def adapted(degrees: dict[str, int], zero: int | None) -> float:
+    torch.manual_seed(3)
+    model: nn.Module = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+    model = model.double()
+    ids = tokens(2, 37)
+    expected = plain(copy.deepcopy(model), ids, ids, 72)[1]
+    model = streamed(degrees, zero, model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return worst(collect(model), expected)
+
+
+@pytest.mark.parametrize(("degrees", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"sp": 2}, None)])
+def test_lora(degrees: dict[str, int], zero: int | None) -> None:
+    assert max(run(2, adapted, degrees, zero)) < 1e-8
+
+
+def frozen() -> float:
+    model = build("llama-tied")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers.1." in name)
+    ids = tokens(1, 37)
+    expected = plain(copy.deepcopy(model), ids, ids, 36)[1]
+    model = streamed({"sp": 2}, 3, model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    error = worst(collect(model), expected)
+    for parameter in model.parameters():  # another choice, after shard
+        parameter.requires_grad_(True)
+    exact = build("llama-tied")
+    expected = plain(exact, ids, ids, 36)[1]
+    model(input_ids=ids, labels=ids).loss.backward()
+    return max(error, worst(collect(model), expected))
+
+
+def test_frozen_layers_and_another_choice_of_them() -> None:
+    assert max(run(2, frozen)) < 1e-8
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropout() -> tuple[float, float]:
+    """The replay drops what the forward dropped, on every rank; ranks with other tokens drop other places."""
+    model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.1)
+    model = streamed({"sp": 2}, None, model)
+    ids = tokens(1, 24)
+    parameter = dict(model.named_parameters())["transformer.h.1.mlp.c_fc.bias"]
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(5)
+        return model(input_ids=ids, labels=ids).loss
+
+    loss().backward()
+    assert parameter.grad is not None
+    direction = torch.ones_like(parameter)
+    slope = float((parameter.grad * direction).sum())
+    values = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            parameter.add_(direction, alpha=step)
+            values.append(float(loss()))
+            parameter.add_(direction, alpha=-step)
+    return slope, (values[0] - values[1]) / 2e-5
+
+
+def test_dropout_is_replayed() -> None:
+    for slope, difference in run(2, dropout):
+        assert slope == pytest.approx(difference, rel=1e-5)
+
+
+# -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluation(degrees: dict[str, int]) -> list[float]:
+    model = build("granite").eval()
+    ids = tokens(2, 37)
+    logits = model(input_ids=ids).logits
+    model = streamed(degrees, 3, model)
+    errors = []
+    with torch.no_grad():
+        errors.append(abs(float(model(input_ids=ids, labels=ids).loss) - float(cross_entropy(logits, ids)) / 72))
+        for keep in (0, 11, 99):
+            got = model(input_ids=ids, logits_to_keep=keep).logits
+            errors.append(relative_error(got, logits[:, -max(keep, 1) :]))
+    trunkline.unstream(model)  # FSDP2's own again
+    with torch.no_grad():
+        errors.append(relative_error(model(input_ids=ids).logits, logits))
+    return errors
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+def test_evaluation_logits_and_unstream(degrees: dict[str, int]) -> None:
+    for errors in run(2, evaluation, degrees):
+        assert max(errors) < 1e-6
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refusals() -> list[str]:
+    mesh = trunkline.init_mesh(dp=2)
+    said = []
+
+    def refused(call: Any, *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ValueError, match=r"\w") as error:
+            call(*args, **kwargs)
+        said.append(str(error.value))
+
+    refused(trunkline.stream, nn.parallel.DistributedDataParallel(build("llama", torch.float32)), mesh=mesh)
+    refused(trunkline.stream, fully_shard(build("llama", torch.float32)), mesh=mesh)
+    model = trunkline.shard(build("llama", torch.float32), mesh)
+    refused(trunkline.stream, model)
+    refused(trunkline.shard, model, mesh)
+    refused(trunkline.shard, build("llama"), mesh, zero=1)
+    refused(trunkline.shard, build("llama"), mesh, zero=0, offload=True)
+    refused(trunkline.shard, trunkline.stream(build("llama")), mesh)
+    refused(trunkline.stream, build("llama"), mesh="cuda")
+    refused(trunkline.init_mesh, sp=3)
+    refused(trunkline.clip_grad_norm_, model, 0.0)
+    return said
+
+
+def test_refusals_name_the_setting_and_the_mend() -> None:
+    said = run(2, refusals)[0]
+    expected = [
+        "mesh=trunkline.init_mesh()", "call trunkline.shard(model, mesh) instead", "give stream() the mesh, too",
+        "sharded already", "give 0, 2 or 3", "no effect with zero=0", "call trunkline.unstream(model) first",
+        "give the mesh that trunkline.init_mesh returns", "must divide 2", "give a number above 0",
+    ]  # fmt: skip
+    assert len(said) == len(expected)
+    for text, part in zip(said, expected, strict=True):
+        assert part in text
+
+
+def cut_heads(degrees: dict[str, int], heads: dict[str, int]) -> str:
+    mesh = trunkline.init_mesh(**degrees)
+    with pytest.raises(ValueError, match="heads") as error:
+        trunkline.stream(build("llama", **heads), mesh=mesh)
+    return str(error.value)
+
+
+def test_heads_that_cannot_be_cut() -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 24}
+    text = run(2, cut_heads, {"sp": 2}, heads)[0]
+    assert "sp=2 does not divide 3 query and 3 key/value heads (world size 2)" in text
+    assert "cp=2" in text
