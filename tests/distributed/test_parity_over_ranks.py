@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -120,27 +121,50 @@ SPREAD = [
     Case(family="gpt-neox", heads={}, keep=(), settings={"inputs_every": 2}),
     Case(heads=heads(12, 3), keep=("kv",), settings={"inputs_every": 3}),
 ]
+PLANNED = ["llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "cohere", "gemma", "granite"]  # for tp
 FEW = [SPREAD[0], *SPREAD[2::3]]  # where ranks are more than cores by far
 MESHES: dict[str, tuple[dict[str, int], list[Case]]] = {
     "sp2": ({"sp": 2}, SPREAD),
     "cp2": ({"cp": 2}, SPREAD),
     "dp2": ({"dp": 2}, SPREAD),
     "tp2": ({"tp": 2}, [Case(zero=0, steps=5), *(Case(zero=0, keep=keep) for keep in KEEPS)]),
+    "tp2-families": ({"tp": 2}, [Case(zero=0, family=family, heads={}) for family in PLANNED]),
     "cp3": ({"cp": 3}, SPREAD),
     "sp3": ({"sp": 3}, [Case(heads=NINE, steps=5), *(Case(heads=NINE, batch=b, seq_len=n) for b, n in SHAPES)]),
-    "sp4": ({"sp": 4}, SPREAD[::2]),
-    "sp2-cp2": ({"sp": 2, "cp": 2}, SPREAD[1::2]),
-    "sp2-tp2": ({"sp": 2, "tp": 2}, [Case(steps=5), *(Case(keep=keep) for keep in KEEPS)]),
-    "dp2-sp2": ({"dp": 2, "sp": 2}, SPREAD[::2]),
-    "dp2-sp2-cp2": ({"dp": 2, "sp": 2, "cp": 2}, FEW),
+    "sp4": ({"sp": 4}, FEW),
+    "sp2-cp2": ({"sp": 2, "cp": 2}, SPREAD[1::3]),
+    "sp2-tp2": ({"sp": 2, "tp": 2}, [Case(steps=5), Case(keep=()), Case(family="qwen3", heads={}, keep=("kv",))]),
+    "dp2-sp2": ({"dp": 2, "sp": 2}, FEW),
+    "dp2-sp2-cp2": ({"dp": 2, "sp": 2, "cp": 2}, SPREAD[::6]),
 }
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_compute_what_one_process_does(mesh: str) -> None:
     degrees, cases = MESHES[mesh]
-    world = 1
-    for degree in degrees.values():
-        world *= degree
-    for wrong in run(world, compare, degrees, cases):
+    for wrong in run(math.prod(degrees.values()), compare, degrees, cases):
         assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mesh", [mesh for mesh, (_, cases) in MESHES.items() if len(cases) < len(SPREAD)])
+def test_all_cases_on_large_meshes(mesh: str) -> None:
+    degrees, _ = MESHES[mesh]
+    cases = SPREAD
+    if "tp" in degrees:
+        cases = [case for case in SPREAD if case.family in ["llama", *PLANNED] and case.heads != heads(4, 1)]
+        cases = [replace(case, heads=HEADS if case.heads else {}) for case in cases]
+    if degrees.get("sp") == 3:
+        cases = [replace(case, heads=heads(6, 3)) for case in SPREAD if case.heads]
+    for wrong in run(math.prod(degrees.values()), compare, degrees, cases):
+        assert not wrong, "\n".join(wrong[:20])
+
+
+def no_plan() -> str:
+    with pytest.raises(ValueError, match="GPT2") as refused:
+        trunkline.shard(build("gpt2"), trunkline.init_mesh(tp=2))
+    return str(refused.value)
+
+
+def test_a_family_without_a_plan_is_refused_by_name() -> None:
+    assert "GPT2LMHeadModel has no tensor-parallel plan in transformers: use sp or cp" in run(2, no_plan)[0]

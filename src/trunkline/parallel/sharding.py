@@ -26,6 +26,7 @@ from trunkline.parallel import alarm
 from trunkline.parallel.comm import from_everyone
 from trunkline.parallel.group import flat
 from trunkline.parallel.mesh import degrees_of, heads_of
+from trunkline.parallel.tensor import Partial as PartialModules
 from trunkline.parallel.tensor import parallelize
 
 M = TypeVar("M", bound=nn.Module)
@@ -75,7 +76,7 @@ def shard(
     degrees = degrees_of(mesh)
     degrees.check_heads(*heads_of(base))
     require_same_weights(base)
-    partial: set[str] = set()
+    partial = None
     if degrees.tp > 1:
         partial = parallelize(base, mesh["tp"])
     wholes = {name: Whole.of(parameter) for name, parameter in base.named_parameters()}
@@ -120,7 +121,7 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
         raise ValueError("this model was sharded by fully_shard: call trunkline.shard(model, mesh) instead.")
     require_same_weights(model)
     wholes = {name: Whole.of(parameter) for name, parameter in model.named_parameters()}
-    return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes=wholes, partial=set(), hooks=[])
+    return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes=wholes, partial=None, hooks=[])
 
 
 @contextlib.contextmanager
@@ -201,7 +202,7 @@ class Sharding:
         zero: 0, 2 or 3.
         reduce_dtype: in which gradients are summed over ranks.
         wholes: parameters by name, as they are when they are gathered.
-        partial: names of parameters that are whole on every tp rank, but get a part of their gradient on each.
+        partial: what is whole on every tp rank, but gets a part of its gradient on each; None for nothing.
         hooks: of FSDP2.
     """
 
@@ -213,7 +214,7 @@ class Sharding:
         zero: int,
         reduce_dtype: torch.dtype,
         wholes: dict[str, Whole],
-        partial: set[str],
+        partial: PartialModules | None,
         hooks: list[Hooks],
     ) -> None:
         self.mesh = mesh
@@ -254,12 +255,16 @@ class Sharding:
         """From now on sweeps say when parameters are gathered, not FSDP2's hooks."""
         for hooks in self._hooks:
             hooks.put_aside()
+        if self._partial is not None:
+            self._partial.put_aside()
 
     def hand_back(self) -> None:
         """The other way."""
         self.begin()
         for hooks in self._hooks:
             hooks.put_back()
+        if self._partial is not None:
+            self._partial.put_back()
 
     @contextlib.contextmanager
     def handed_back(self) -> Iterator[None]:
@@ -329,7 +334,7 @@ class Sharding:
             local = total.redistribute(placements=whole.placements).to_local()
         else:
             local = total
-        if name in self._partial:
+        if self._partial is not None and name in self._partial.parameters:
             dist.all_reduce(local, group=self._tp)
         if local.dtype != torch.float64:
             local = local.to(self._reduce_dtype)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -10,11 +14,39 @@ from transformers import PreTrainedModel
 _PARTIAL_STYLES = {"replicated_with_grad_allreduce"}
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Modules that are whole on every rank, but see a part of the heads, such as norms of queries and keys.
+
+    transformers has a hook reduce their gradients whenever one is accumulated, which is once too often with several
+    micro-batches. While the model is streamed they are reduced with all others, and its way is put aside.
+
+    Attributes:
+        parameters: names of theirs.
+        modules: them.
+        forwards: transformers' own, which set the hook.
+    """
+
+    parameters: set[str]
+    modules: list[nn.Module]
+    forwards: list[Callable[..., Any]]
+
+    def put_aside(self) -> None:
+        """The modules are called as they were. Twice is once."""
+        for module in self.modules:
+            module.__dict__.pop("forward", None)
+
+    def put_back(self) -> None:
+        """The modules are transformers' again."""
+        for module, forward in zip(self.modules, self.forwards, strict=True):
+            module.forward = forward
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> Partial:
     """Cut the matrices of a model over the ranks of a mesh of one axis, in place.
 
     Returns:
-        Names of parameters that are whole on every rank, but get a part of their gradient on each.
+        What gets a part of its gradient on each rank.
 
     Raises:
         ValueError: the model has no plan, or this transformers cannot apply it.
@@ -34,8 +66,11 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
     found = expand(model, plan)
     apply_tensor_parallelism(model, mesh, found)
     model.tie_weights()
-    partial = [module for module, style in found.items() if style in _PARTIAL_STYLES]
-    return {n for n, _ in model.named_parameters() if any(n == m or n.startswith(f"{m}.") for m in partial)}
+    modules = dict(model.named_modules())
+    names = [name for name, style in found.items() if style in _PARTIAL_STYLES and name in modules]
+    inside = {n for n, _ in model.named_parameters() if any(n.startswith(f"{name}.") for name in names)}
+    partial = [modules[name] for name in names]
+    return Partial(inside, partial, [module.forward for module in partial])
 
 
 def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
