@@ -116,6 +116,13 @@ class StreamConfig:
             raise ValueError(f"progress={self.progress!r}: give a function that takes a Progress.")
 
     @property
+    def decisive(self) -> tuple[object, ...]:
+        """All settings that ranks which work together must have alike."""
+        own = ("keep", "disk", "progress")
+        fields = [f.name for f in dataclasses.fields(self) if f.name not in own]
+        return (sorted(self.keep), self.disk is None, *(getattr(self, name) for name in fields))
+
+    @property
     def head_limit(self) -> int | None:
         """Most bytes that a tile of the head takes; None for what is best on the device."""
         return None if self.head_bytes == "auto" else parse_bytes("head_bytes", self.head_bytes)

@@ -45,6 +45,12 @@ class Batch:
         """Tokens of a row."""
         return self.input_ids_BS.shape[1]
 
+    @property
+    def first_row(self) -> Batch:
+        """The first row of the batch, for its shapes."""
+        positions = None if self.position_ids is None else self.position_ids[:1]
+        return Batch(self.input_ids_BS[:1], positions)
+
     def ids(self, chunk: Chunk) -> Tensor:
         """Token ids of a chunk, (B, C)."""
         ids_BC = self.input_ids_BS[:, chunk.start : chunk.stop]

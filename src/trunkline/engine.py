@@ -175,19 +175,23 @@ def place(run: Run, *, differentiate: bool) -> None:
     """Find out from one token how large everything will be, and give it its tier before the first sweep."""
     token, tiers = Chunk(0, 0, 1), run.stores.tiers
     with torch.set_grad_enabled(differentiate):
-        x_BCE = run.decoder.embed(run.batch, token)
+        x_BCE = run.decoder.embed(run.batch.first_row, token)
     if differentiate:
         run.lowest = lowest_layer(run, x_BCE)
-    key = len(x_BCE), x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
+    # Of one row: replicas have other batches, and must all look into the layers, or none.
+    key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
     if key not in tiers.widths:
         tiers.widths[key] = widths_of(run, x_BCE.detach(), token)
-    layout, placement = choose(run.layout, tiers.widths[key], run.chunks, run.rows, tiers)
+    widths = tiers.widths[key].times(len(run.batch.input_ids_BS))
+    chunk_size = len(run.chunks[0]) * run.ranks.size
+    layout, placement = choose(run.layout, widths, run.chunks, run.rows, tiers, chunk_size=chunk_size)
+    run.ranks.require_same((layout.head_groups, placement.places), "what rests where")
     run.head_groups = layout.head_groups
     run.stores = Stores(tiers, placement)
 
 
 def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
-    """How large everything is for one token, with attention that gives zeros."""
+    """How large everything is for one token of one row, with attention that gives zeros."""
     hidden, layers, num_kv_heads = x_BCE.nbytes, [], 0
     for layer in range(run.decoder.num_layers):
         calls: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -197,7 +201,7 @@ def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
         with run.decoder.present(layer):
-            hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch, token, attend).nbytes)
+            hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch.first_row, token, attend).nbytes)
         q, k, v = (run.ranks.own_heads(x) for x in calls[0])
         layers.append(Widths.of_attention(q, k, v, run.config.kernel))
         num_kv_heads = math.gcd(num_kv_heads, k.shape[1])

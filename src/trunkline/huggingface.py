@@ -9,7 +9,6 @@ cap). The layers run unmodified; their attention call lands in `_attention` thro
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trunkline.chunking import Chunk
 from trunkline.conditions import autocast_type
 from trunkline.decoder import Attend, Batch
+from trunkline.structure import Unsupported, find_layers, parameters_outside
 
 # The name under which layers find our attention. It has no mask function on purpose: transformers then builds no mask
 # at all. Padding masks never get that far, since `streaming` turns them into labels and lengths.
@@ -31,10 +31,6 @@ ATTENTION = "trunkline"
 
 # Arguments of an attention call that carry nothing for us: positions are already in q and k, and the caches are off.
 _WITHOUT_MEANING = {"position_ids", "cache_position", "use_cache", "output_attentions", "position_embeddings"}
-
-
-class Unsupported(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
-    """The model computes something that cannot be streamed exactly."""
 
 
 @dataclass(slots=True)
@@ -138,8 +134,21 @@ class Parameters(Protocol):
     """Where a model's parameters are: the part of a `Decoder` that is about them."""
 
     device: torch.device
-    layer_parameters: list[list[Parameter]]
-    other_parameters: list[Parameter]
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """See `Decoder.layer_parameters`."""
+        ...
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """See `Decoder.other_parameters`."""
+        ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients wait to be reduced with later ones."""
+        ...
 
     def take_over(self) -> None:
         """When parameters are gathered is up to sweeps from now on."""
@@ -347,52 +356,3 @@ def first(y: Any) -> Tensor:
     """The hidden state that a layer returned, alone or in front of a tuple."""
     hidden: Tensor = y[0] if isinstance(y, tuple) else y
     return hidden
-
-
-def parameters_outside(model: nn.Module, layers: nn.ModuleList) -> list[Parameter]:
-    """Those of a model that are in none of its layers."""
-    inside = {p for layer in layers for p in layer.parameters()}
-    return [p for p in model.parameters() if p not in inside]
-
-
-def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers of a model: the one list as long as the config says.
-
-    Raises:
-        ValueError: there is none, or more than one; or the model's forward takes no positions or embeddings.
-    """
-    name = type(model).__name__
-    config = model.config.get_text_config()
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise Unsupported(f"{name} has an encoder or cross-attention: only decoder-only models can be streamed.")
-    if model.get_output_embeddings() is None:
-        raise Unsupported(f"{name} has no language-model head: load it with AutoModelForCausalLM.")
-    taken = inspect.signature(type(model).forward).parameters
-    missing = [needed for needed in ("inputs_embeds", "position_ids") if needed not in taken]
-    if missing:
-        raise Unsupported(f"{name}.forward takes no {missing[0]}, so that its chunks cannot be placed.")
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
-    lists = [m for m in lists if any("attention" in type(part).__name__.lower() for part in m[0].modules())]
-    if len(lists) != 1:
-        raise Unsupported(f"{name} has {len(lists)} lists of {config.num_hidden_layers} decoder layers instead of one.")
-    return lists[0]
-
-
-def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without PEFT's wrappers.
-
-    Raises:
-        ValueError: it is none, or is wrapped in DistributedDataParallel.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, whose reduction runs before a streamed backward is done: "
-            "pass the model itself, and trunkline.stream(model, mesh=trunkline.init_mesh()) for several ranks."
-        )
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(base, PreTrainedModel):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model: give a causal language model from transformers, or a "
-            "PEFT model around one."
-        )
-    return base

@@ -124,6 +124,11 @@ class Widths:
             "dv": v.numel() * wide.itemsize,
         }
 
+    def times(self, rows: int) -> Widths:
+        """Those of so many rows."""
+        layers = [{kind: nbytes * rows for kind, nbytes in layer.items()} for layer in self.layers]
+        return Widths(self.hidden * rows, layers, self.num_kv_heads)
+
     def widest(self, kind: str) -> int:
         """That of the layer where it is largest."""
         return max(layer[kind] for layer in self.layers)
@@ -251,7 +256,13 @@ def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> Advice:
 
 
 def choose(
-    layout: Layout, widths: Widths, chunks: Sequence[Chunk], rows: Sequence[Chunk], tiers: Tiers
+    layout: Layout,
+    widths: Widths,
+    chunks: Sequence[Chunk],
+    rows: Sequence[Chunk],
+    tiers: Tiers,
+    *,
+    chunk_size: int,
 ) -> tuple[Layout, Placement]:
     """Place the stores of a run, by the first strategy that fits or the one that is set.
 
@@ -261,6 +272,7 @@ def choose(
         chunks: of the sequence, of each the tokens of this rank.
         rows: that attention of each chunk has on this rank.
         tiers: where it may rest.
+        chunk_size: tokens of a chunk on all ranks together.
 
     Returns:
         The layout with its head groups, and the placement.
@@ -268,7 +280,7 @@ def choose(
     Raises:
         ValueError: nothing fits, or not the strategy that is set.
     """
-    strategy, advice = layout.config.strategy, advice_on(layout.config, tiers, len(chunks[0]))
+    strategy, advice = layout.config.strategy, advice_on(layout.config, tiers, chunk_size)
 
     def placed(layout: Layout, *, streamed: bool = False) -> Placement:
         asked = Requests(layout, widths, chunks, rows, tiers.prefetch).all()

@@ -105,12 +105,12 @@ class Ranks(Protocol):
         """The rows that attention of a chunk has on this rank, in their own numbering."""
         ...
 
-    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
         """Make sure that all ranks were given the same, before the first sweep.
 
         Args:
-            read: checks what this rank was given, or raises a ValueError.
-            kind: in which way the model is called, the same on all ranks of the job.
+            read: checks what this rank was given, or raises a ValueError; gives it, and a text of how the model is
+                called, which must be the same on all ranks of the job.
             seed: drawn by this rank.
 
         Returns:
@@ -118,6 +118,14 @@ class Ranks(Protocol):
 
         Raises:
             ValueError: what was given is refused, on this rank or another, or differs; on all ranks.
+        """
+        ...
+
+    def require_same(self, what: object, name: str) -> None:
+        """Make sure that all ranks of the group decided alike.
+
+        Raises:
+            ValueError: they did not; on all ranks.
         """
         ...
 
@@ -166,9 +174,12 @@ class Alone:
         """See `Ranks.rows`."""
         return chunk
 
-    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
         """See `Ranks.begin`."""
-        return read(), Agreement(seed)
+        return read()[0], Agreement(seed)
+
+    def require_same(self, what: object, name: str) -> None:
+        """See `Ranks.require_same`."""
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """See `Ranks.guarded`."""

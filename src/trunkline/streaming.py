@@ -19,13 +19,15 @@ from trunkline import engine, inputs, support
 from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig, keepable
 from trunkline.decoder import Batch
-from trunkline.huggingface import HuggingFaceDecoder, Parameters, base_model
+from trunkline.huggingface import HuggingFaceDecoder, Parameters
 from trunkline.ranks import Agreement, Alone, Ranks
+from trunkline.structure import base_model
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.meters import Meters
 from trunkline.tiers.stores import Tiers
 
 M = TypeVar("M", bound=nn.Module)
+SHARDING = "_trunkline_sharding"  # what `shard` leaves on a model
 
 
 def stream(
@@ -81,6 +83,12 @@ def stream(
         host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, progress=progress,
     )  # fmt: skip
     base = base_model(model)
+    before = _streamed_forward(base)
+    if mesh is None and (getattr(base, SHARDING, None) or (before and before.decoder.sharding)):
+        raise ValueError(
+            f"this {type(base).__name__} was spread over ranks by shard() or stream(): give stream() the mesh, too, or "
+            "each rank would train a model of its own."
+        )
     if isinstance(base.__dict__.get("forward"), StreamedForward):
         unstream(model)
     if "forward" in base.__dict__:
@@ -111,7 +119,7 @@ def stream(
         try:
             _check_reached(model, streamed)
         except ValueError:
-            del base.forward
+            unstream(model)
             raise
     return model
 
@@ -142,6 +150,8 @@ def unstream(model: M) -> M:
     if forward is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to undo.")
     if forward.decoder.sharding is not None:
+        if forward.decoder.sharding.is_waiting:
+            raise ValueError("gradients under trunkline.no_sync wait to be reduced: run a backward outside it first.")
         forward.decoder.sharding.hand_back()
     del base.forward
     base.__dict__.pop("_original_forward", None)  # accelerate's note of what it wrapped
@@ -257,13 +267,16 @@ class StreamedForward:
         """Check what a forward was given, with all other ranks, before the first sweep."""
         found: list[inputs.Wanted] = []
 
-        def read() -> Batch:
+        def read() -> tuple[Batch, str]:
             found.append(self._read(given))
-            return found[0].batch
+            batch, device = found[0].batch, self.decoder.device.type
+            # Whatever decides which collectives follow.
+            kind = [batch.targets is not None, torch.is_grad_enabled(), self.config.decisive,
+                    torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+                    None if given.get("num_items_in_batch") is None else float(batch.num_targets or 0)]  # fmt: skip
+            return batch, repr(kind)
 
-        labels = given.get("labels") is not None or given.get("shift_labels") is not None
-        kind = f"{labels} {torch.is_grad_enabled()} {given.get('num_items_in_batch') is not None}"
-        _, agreement = self.ranks.begin(read, kind, draw_seed())
+        _, agreement = self.ranks.begin(read, draw_seed())
         return found[0], agreement
 
     def _read(self, given: dict[str, Any]) -> inputs.Wanted:

@@ -22,7 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from trunkline.attention.core import Core, Names
 from trunkline.chunking import Chunk, split
 from trunkline.decoder import Batch
-from trunkline.huggingface import Arguments, HuggingFaceDecoder, Unsupported, first
+from trunkline.huggingface import Arguments, HuggingFaceDecoder, first
+from trunkline.structure import Unsupported
 from trunkline.tiers.stores import resident
 
 _PROBE_TOKENS = 8

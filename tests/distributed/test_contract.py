@@ -192,3 +192,55 @@ def test_degrees_that_do_not_divide_the_heads(degrees: Degrees, says: list[str])
     with pytest.raises(ValueError, match="heads") as refused:
         degrees.check_heads(9, 3)
     assert all(part in str(refused.value) for part in says)
+
+
+def other_settings() -> str:
+    mesh = trunkline.init_mesh(sp=2)
+    model = build("llama", torch.float32)
+    trunkline.stream(model, mesh=mesh, chunk_size=8 + 8 * torch.distributed.get_rank())
+    ids = tokens(1, 37)
+    with pytest.raises(ValueError, match="same settings of stream") as refused:
+        model(input_ids=ids, labels=ids)
+    return str(refused.value)
+
+
+def test_ranks_with_other_settings() -> None:
+    assert all(text.startswith("rank 1 calls the model in another way") for text in run(2, other_settings))
+
+
+def too_small(folder: str) -> float:
+    """All ranks refuse a budget; what follows, however long it takes, is not held up by that."""
+    from trunkline.parallel import alarm
+
+    alarm._GRACE = 0.5
+    model = streamed({"sp": 2}, device_budget=100, disk=folder)
+    ids = tokens(1, 37)
+    with pytest.raises(ValueError, match="device_budget leaves 100 B"):
+        model(input_ids=ids, labels=ids)
+    trunkline.unstream(model)
+    begun = time.monotonic()
+
+    def progress(position: Progress) -> None:
+        time.sleep(0.05)
+
+    mesh = model._trunkline_sharding.mesh
+    trunkline.stream(model, mesh=mesh, chunk_size=8, progress=progress)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return time.monotonic() - begun
+
+
+def test_a_refusal_by_all_ranks_is_no_failure(tmp_path: Path) -> None:
+    assert min(run(2, too_small, str(tmp_path))) > 1.5
+
+
+def other_batches(folder: str) -> None:
+    """Replicas with batches of other sizes: sizes are found out once, by all or by none."""
+    model = streamed({"dp": 2}, device_budget=60_000, disk=folder)
+    rank = torch.distributed.get_rank()
+    for batch in (1, 1 + rank, 2 - rank):
+        ids = tokens(batch, 37)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_replicas_may_have_batches_of_other_sizes(tmp_path: Path) -> None:
+    run(2, other_batches, str(tmp_path))

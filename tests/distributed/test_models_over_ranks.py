@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,56 @@ def test_evaluation_logits_and_unstream(degrees: dict[str, int]) -> None:
         assert max(errors) < 1e-6
 
 
+# -- copies, adapters put on late, hooks of tensor parallelism -------------------------------------------------------
+
+
+def copies_and_late_adapters() -> list[float]:
+    mesh = trunkline.init_mesh(sp=2)
+    ids = tokens(1, 37)
+    model = trunkline.stream(build("llama"), mesh=mesh, chunk_size=8)
+    exact = build("llama")
+    expected = plain(exact, ids, ids, 36)[1]
+    copied = copy.deepcopy(model)
+    copied(input_ids=ids, labels=ids).loss.backward()
+    errors = [worst(collect(copied), expected)]
+    assert all(p.grad is None for p in model.parameters())
+    torch.manual_seed(3)
+    late = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])).double()
+    torch.manual_seed(3)
+    exact = get_peft_model(exact, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])).double()
+    expected = plain(exact, ids, ids, 36)[1]
+    late(input_ids=ids, labels=ids).loss.backward()
+    return [*errors, worst(collect(late), expected)]
+
+
+def test_copies_and_adapters_put_on_after_stream() -> None:
+    for errors in run(2, copies_and_late_adapters):
+        assert max(errors) < 1e-8
+
+
+def norms_of_heads() -> list[float]:
+    """Before, while and after it is streamed, also over two backward passes into one gradient."""
+    mesh = trunkline.init_mesh(tp=2)
+    ids = tokens(1, 37)
+    exact = build("qwen3")
+    expected = plain(exact, ids, ids, 36)[1]
+    model = trunkline.shard(build("qwen3"), mesh, zero=0)
+    errors = [worst(plain(model, ids, ids, 36)[1], expected)]
+    for _ in range(2):
+        trunkline.stream(model, mesh=mesh, chunk_size=8)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        errors.append(worst(collect(model), {name: 2 * g for name, g in expected.items()}))
+        trunkline.unstream(model)
+        errors.append(worst(plain(model, ids, ids, 36)[1], expected))
+    return errors
+
+
+def test_norms_of_queries_and_keys_under_tp_are_reduced_once() -> None:
+    for errors in run(2, norms_of_heads):
+        assert max(errors) < 1e-6, errors
+
+
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +324,17 @@ def refusals() -> list[str]:
     refused(trunkline.stream, build("llama"), mesh="cuda")
     refused(trunkline.init_mesh, sp=3)
     refused(trunkline.clip_grad_norm_, model, 0.0)
+    refused(trunkline.stream, trunkline.stream(build("llama"), mesh=mesh))
+    refused(trunkline.stream, trunkline.shard(build("llama"), mesh, zero=0))
+    model = trunkline.stream(model, mesh=mesh)
+    ids = tokens(1, 9)
+    with trunkline.no_sync(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+    refused(trunkline.unstream, model)
+    with contextlib.suppress(KeyError), trunkline.no_sync(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+        raise KeyError
+    trunkline.unstream(model)  # an error drops what waits
     return said
 
 
@@ -282,6 +344,7 @@ def test_refusals_name_the_setting_and_the_mend() -> None:
         "mesh=trunkline.init_mesh()", "call trunkline.shard(model, mesh) instead", "give stream() the mesh, too",
         "sharded already", "give 0, 2 or 3", "no effect with zero=0", "call trunkline.unstream(model) first",
         "give the mesh that trunkline.init_mesh returns", "must divide 2", "give a number above 0",
+        "give stream() the mesh, too", "give stream() the mesh, too", "run a backward outside it first",
     ]  # fmt: skip
     assert len(said) == len(expected)
     for text, part in zip(said, expected, strict=True):

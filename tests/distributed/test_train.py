@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from distributed.processes import run
+from distributed.processes import outcomes, run, start
 from trunkline.cli import app
 from trunkline.train import job
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
+from trunkline.train.settings import RecipeError, load_recipe
 
 
 def recipe(folder: Path, **changes: Any) -> Path:
@@ -136,3 +137,42 @@ def timeouts(seconds: float) -> list[float]:
 def test_time_outs_follow_the_step() -> None:
     for seconds, expected in ((0.1, 180), (60, 1200), (3600, 72_000)):
         assert set(run(2, timeouts, seconds)[0]) == {expected}
+
+
+def test_a_killed_process_ends_the_run_with_a_word(tmp_path: Path) -> None:
+    """As torchrun does it: the others get SIGTERM."""
+    path = recipe(tmp_path, parallel={"sp": 2}, steps=10_000)
+    started = start(2, command, str(path), str(tmp_path / "log"))
+    deadline = time.monotonic() + 60
+    while "step    10/10000" not in (
+        Path(f"{tmp_path}/log-0-1").read_text() if (tmp_path / "log-0-1").exists() else ""
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    begun = time.monotonic()
+    started[1][0].kill()
+    time.sleep(0.2)
+    started[0][0].terminate()
+    found = outcomes(started)
+    assert time.monotonic() - begun < 30
+    assert found == [(True, 1), (False, None)]
+    told = (tmp_path / "log-0-2").read_text()
+    assert "error: " in told
+    assert "another" in told
+    assert "The metrics of the" in told
+    assert "Traceback" not in told
+    assert len(list(tmp_path.glob("out.partial-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_examples_are_recipes(example: Path) -> None:
+    load_recipe(example)
+
+
+def test_the_example_of_two_processes_runs(tmp_path: Path) -> None:
+    example = yaml.safe_load((Path(__file__).parents[2] / "examples" / "two-processes.yaml").read_text())
+    small = {"context": 256, "chunk_size": 64, "steps": 1, "device": "cpu"}
+    settings = {key: value for key, value in example.items() if key not in ("output", "data")} | small
+    assert run(2, command, str(recipe(tmp_path, **settings)), str(tmp_path / "log")) == [0, 0]

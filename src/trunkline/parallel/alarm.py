@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,16 @@ from torch.distributed import distributed_c10d
 _KEY = "trunkline/failed"
 _GRACE = 5.0  # seconds in which a rank may find out by itself
 _POLL = 0.5
-_SIGNS = ("connection", "gloo", "nccl", "socket", "timed out", "remote", "peer")
+_SIGNS = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "gloo",
+    "nccl error",
+    "timed out",
+)
+_MILD = "~"  # before what was said of a ValueError, which all ranks may raise alike, and go on
 
 
 class RankError(RuntimeError):
@@ -30,32 +40,46 @@ class _State:
     """What this process knows."""
 
     depth = 0  # sweeps under way
+    epoch = 0  # forwards that all ranks began together: what failed before the last of these is over
     watching = False
 
 
 def failure() -> str | None:
-    """What the first rank that failed said; None where none did."""
-    store = distributed_c10d._get_default_store()
-    return store.get(_KEY).decode() if store.check([_KEY]) else None
+    """What the first rank that failed said; None where none did, or all have gone on since."""
+    said = _said()
+    return None if said is None else said.removeprefix(_MILD)
+
+
+def _said() -> str | None:
+    store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_State.epoch}"
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def all_go_on() -> None:
+    """All ranks have come together: no failure of before holds any of them back."""
+    _State.epoch += 1
 
 
 def report(error: BaseException) -> None:
     """Tell the other ranks that this one has failed, unless another was first."""
     with contextlib.suppress(Exception):  # the store may be gone with its process
         text = str(error).strip() or "no message"
-        said = f"rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
-        distributed_c10d._get_default_store().compare_set(_KEY, "", said)
+        mild = _MILD if isinstance(error, ValueError) else ""
+        said = f"{mild}rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
+        distributed_c10d._get_default_store().compare_set(f"{_KEY}/{_State.epoch}", "", said)
 
 
 def shared(name: str, value: str | None) -> str:
     """A text that one rank gives (the others give None), once it has."""
-    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}"
+    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}/{_State.epoch}"
     if value is not None:
         store.set(key, value)
         return value
-    with guarded():
-        store.wait([key])
-        return store.get(key).decode()
+    while not store.check([key]):  # waiting in the store would lock the watching thread out
+        if (said := failure()) is not None:
+            raise RankError(f"{said} (this was rank {dist.get_rank()}, which had to stop)")
+        time.sleep(0.05)
+    return store.get(key).decode()
 
 
 def in_job() -> bool:
@@ -74,13 +98,13 @@ def is_mine() -> bool:
 def explain(error: BaseException) -> None:
     """Leave word of why this rank refuses what all ranks are about to do."""
     with contextlib.suppress(Exception):
-        distributed_c10d._get_default_store().set(f"{_KEY}/refused/{dist.get_rank()}", str(error))
+        distributed_c10d._get_default_store().set(f"{_KEY}/{_State.epoch}/{dist.get_rank()}", str(error))
 
 
 def explanation(rank: int) -> str:
-    """What `rank` said in `explain`."""
+    """What `rank` said in `explain`, before all went on."""
     with contextlib.suppress(Exception):
-        store, key = distributed_c10d._get_default_store(), f"{_KEY}/refused/{rank}"
+        store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_State.epoch - 1}/{rank}"
         if store.check([key]):
             return store.get(key).decode().rstrip(".")
     return "its own output says why"
@@ -96,7 +120,8 @@ def guarded() -> Iterator[None]:
     _State.depth += 1
     try:
         yield
-    except RankError:
+    except RankError as error:
+        report(error)
         raise
     except BaseException as error:
         reason = _reason(error)
@@ -127,6 +152,18 @@ def _reason(error: BaseException) -> str | None:
     return f"another rank is gone: it was killed, or ran out of memory; its own output says more ({first})"
 
 
+def heed_termination() -> None:
+    """Have SIGTERM, which torchrun sends to all others when one process has ended badly, say so before it ends this."""
+
+    def ended(*_: object) -> None:
+        raise RankError(
+            "the run was ended (SIGTERM): another process of it has failed or was killed, which its own output and "
+            "torchrun's summary say more of; or it was stopped from outside."
+        )
+
+    signal.signal(signal.SIGTERM, ended)
+
+
 def watch() -> None:
     """End this process if it is held in a collective by a rank that has failed."""
     if not _State.watching and dist.get_world_size() > 1:
@@ -140,10 +177,10 @@ def _watch() -> None:
     while dist.is_initialized():
         time.sleep(_POLL)
         try:
-            said = failure()
+            said = _said()
         except Exception:  # the store is gone: connections break by themselves
             return
-        if said is None or said.startswith(f"rank {rank} failed") or not _State.depth:
+        if said is None or not _State.depth or said.startswith((f"rank {rank} failed", _MILD)):
             seen = None
             continue
         seen = seen or time.monotonic()

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from trunkline.chunking import Chunk
 from trunkline.decoder import Batch
@@ -90,23 +92,35 @@ class MeshRanks:
         parts = self._sequence.all_gather(x_BCE.contiguous()).wait()
         return torch.cat(list(parts), dim=1)
 
+    def require_same(self, what: object, name: str) -> None:
+        """See `Ranks.require_same`."""
+        found = from_everyone(torch.tensor([_number(repr(what))], device=self.mesh.device_type)).flatten().tolist()
+        for replica in self.mesh.mesh.flatten(1).tolist():
+            if len({found[rank] for rank in replica}) > 1:
+                raise ValueError(
+                    f"{name} differs between {_names(replica)}, which share a sequence but have other room (on their "
+                    "disks, perhaps): set all budgets, disk_budget too, to what every rank has."
+                )
+
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
         return x if self._sequence is None else self._sequence.all_reduce(x)
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def begin(self, read: Callable[[], Batch], kind: str, seed: int) -> tuple[Batch, Agreement]:
+    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
         """See `Ranks.begin`."""
         batch: Batch | None = None
+        kind = ""
         error: ValueError | None = None
         with alarm.guarded():
             try:
-                batch = read()
+                batch, kind = read()
             except ValueError as refused:
                 error = refused
                 alarm.explain(refused)
             rows: list[list[int]] = from_everyone(self._said(batch, kind, seed)).tolist()
+        alarm.all_go_on()
         if error is not None:
             raise error
         assert batch is not None
@@ -133,7 +147,8 @@ class MeshRanks:
             odd = _odd([row[1] for row in rows])
             raise ValueError(
                 f"rank {odd} calls the model in another way than the others: all ranks must call it with labels or all "
-                "without, all with gradients or all without, with the same num_items_in_batch or all without."
+                "without, all with gradients or all without, with the same num_items_in_batch, and with the same "
+                "settings of stream()."
             )
         members = self.mesh.mesh.flatten(1)
         for replica in members.tolist():
@@ -190,3 +205,28 @@ def _odd(values: list[int]) -> int:
 
 def _names(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
+
+
+def require_same_weights(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Refuse ranks that hold different weights: nothing would notice afterwards.
+
+    Raises:
+        ValueError: on all ranks, naming one that differs.
+    """
+    if dist.get_world_size() == 1 or model.get_input_embeddings().weight.device.type == "meta":
+        return
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    total = torch.zeros((), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    for number, parameter in enumerate(model.parameters(), 1):
+        bits = parameter.detach().view(kinds[parameter.dtype.itemsize])
+        total = total * 31 + bits.sum(dtype=torch.long) + number * parameter.numel()
+    with alarm.guarded():  # weights may still be on the host, where NCCL has no say
+        found: list[int] = from_everyone(total[None].to(mesh.device_type)).flatten().tolist()
+        alarm.all_go_on()
+    usual = max(found, key=found.count)
+    odd = [rank for rank, value in enumerate(found) if value != usual]
+    if odd:
+        raise ValueError(
+            f"rank {odd[0]} holds other weights than the other ranks: load the same folder on every rank, or set the "
+            "same seed (torch.manual_seed) before building the model."
+        )

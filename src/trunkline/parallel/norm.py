@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trunkline.parallel import alarm
+
 
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place so that their norm is at most `max_norm`; the same on every rank of every mesh.
@@ -72,8 +74,9 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
         if key is not None:
             mesh, axes = key
             total = total.to(device)
-            for axis in axes:
-                dist.all_reduce(total, group=mesh.get_group(axis))
+            with alarm.guarded():
+                for axis in axes:
+                    dist.all_reduce(total, group=mesh.get_group(axis))
         totals.append(total)
     if not totals:
         return torch.zeros(())

@@ -8,6 +8,7 @@ at every call, are gone around.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -21,13 +22,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from trunkline.huggingface import base_model, find_layers, parameters_outside
-from trunkline.parallel import alarm
-from trunkline.parallel.comm import from_everyone
-from trunkline.parallel.group import flat
+from trunkline.parallel.group import flat, require_same_weights
+from trunkline.parallel.hooks import Hooks
 from trunkline.parallel.mesh import degrees_of, heads_of
 from trunkline.parallel.tensor import Partial as PartialModules
 from trunkline.parallel.tensor import parallelize
+from trunkline.structure import base_model, find_layers, parameters_outside
 
 M = TypeVar("M", bound=nn.Module)
 REPLICAS = ("dp", "cp", "sp")  # axes whose ranks compute gradients of the same parameters
@@ -75,7 +75,7 @@ def shard(
         raise ValueError(f"{given} has no effect with zero=0, which leaves parameters as they are: use zero=2 or 3.")
     degrees = degrees_of(mesh)
     degrees.check_heads(*heads_of(base))
-    require_same_weights(base)
+    require_same_weights(base, mesh)
     partial = None
     if degrees.tp > 1:
         partial = parallelize(base, mesh["tp"])
@@ -97,6 +97,8 @@ def shard(
     elif zero and (offload or param_dtype is not None):
         given = "offload" if offload else "param_dtype"
         raise ValueError(f"{given} has no effect where dp x sp x cp is 1: there is nothing to shard.")
+    if not hooks and mesh.device_type == "cuda":
+        base.to(torch.device("cuda", torch.cuda.current_device()))
     sharding = Sharding(base, mesh, zero=zero, reduce_dtype=reduce_dtype, wholes=wholes, partial=partial, hooks=hooks)
     object.__setattr__(base, _ATTRIBUTE, sharding)
     return model
@@ -119,7 +121,7 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
         raise ValueError(f"tp={degrees.tp} cuts matrices: call trunkline.shard(model, mesh) before stream().")
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError("this model was sharded by fully_shard: call trunkline.shard(model, mesh) instead.")
-    require_same_weights(model)
+    require_same_weights(model, mesh)
     wholes = {name: Whole.of(parameter) for name, parameter in model.named_parameters()}
     return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes=wholes, partial=None, hooks=[])
 
@@ -129,6 +131,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Do not reduce the gradients of backward passes in here over ranks: the next one outside reduces all together.
 
     For micro-batches before the last of a step. Until then every rank holds the whole gradients of the layers, in fp32.
+    They are dropped if an error leaves this context; `zero_grad` does not know of them.
 
     Args:
         model: streamed over a mesh. Where it is not there is nothing to put off.
@@ -141,6 +144,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     before, sharding.sync = sharding.sync, False
     try:
         yield
+    except BaseException:
+        sharding.forget()
+        raise
     finally:
         sharding.sync = before
 
@@ -158,39 +164,6 @@ class Whole:
         if isinstance(parameter, DTensor):
             return Whole(parameter.to_local().shape, parameter.placements)
         return Whole(parameter.shape, ())
-
-
-class Hooks:
-    """The hooks by which FSDP2 gathers and reduces a unit at every call, which can be put aside.
-
-    Args:
-        unit: after `fully_shard`.
-        pre: keys of the hooks before its forward that are not FSDP2's.
-        post: of those after it.
-    """
-
-    def __init__(self, unit: nn.Module, pre: set[int], post: set[int]) -> None:
-        self._unit = unit
-        self._pre = {key: hook for key, hook in unit._forward_pre_hooks.items() if key not in pre}
-        self._post = {key: hook for key, hook in unit._forward_hooks.items() if key not in post}
-
-    def put_aside(self) -> None:
-        """The unit is called without them. Twice is once."""
-        for key in self._pre:
-            self._unit._forward_pre_hooks.pop(key, None)
-        for key in self._post:
-            self._unit._forward_hooks.pop(key, None)
-
-    def put_back(self) -> None:
-        """The unit is FSDP2's again. Twice is once."""
-        for key, hook in reversed(self._pre.items()):
-            self._unit._forward_pre_hooks[key] = hook
-        # Those first that were first.
-        others = {key: hook for key, hook in self._unit._forward_pre_hooks.items() if key not in self._pre}
-        for key, hook in others.items():
-            del self._unit._forward_pre_hooks[key]
-            self._unit._forward_pre_hooks[key] = hook
-        self._unit._forward_hooks.update(self._post)
 
 
 class Sharding:
@@ -229,17 +202,34 @@ class Sharding:
         self._tp = mesh["tp"].get_group()
         self._reduce_dtype = reduce_dtype
         self._sharded = isinstance(model, FSDPModule)
-        self.layer_parameters = [list(layer.parameters()) for layer in self._layers]
-        self.other_parameters = parameters_outside(model, self._layers)
+        self._layer_parameters = [list(layer.parameters()) for layer in self._layers]
+        self._other_parameters = parameters_outside(model, self._layers)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._wholes = wholes
         self._partial = partial
         self._waiting: dict[Parameter, Tensor] = {}  # sums of micro-batches before the last
+        self._touched: set[Parameter] = set()
         self._coming: dict[int, Any] = {}
         self._hooks = hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        raise ValueError("a sharded model cannot be copied: copy it before shard().")
+        if self._sharded or self.mesh["tp"].size() > 1:
+            raise ValueError("a sharded model cannot be copied: copy it before shard().")
+        new = Sharding.__new__(Sharding)
+        memo[id(self)] = new
+        shared = ("mesh", "_replicas", "_group", "_tp")  # the job's ranks are those of every copy
+        new.__dict__.update({k: v if k in shared else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        return new
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """See `Decoder.layer_parameters`; those of a sharded model are what `shard` found."""
+        return self._layer_parameters if self._sharded else [list(layer.parameters()) for layer in self._layers]
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """See `Decoder.other_parameters`."""
+        return self._other_parameters if self._sharded else parameters_outside(self._model, self._layers)
 
     def begin(self) -> None:
         """Before a forward: nothing that was gathered before is used."""
@@ -298,6 +288,8 @@ class Sharding:
 
     def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `Decoder.live`."""
+        if not self._sharded:
+            return list(parameters)
         found = [self._model.get_parameter(self._names[parameter]) for parameter in parameters]
         for parameter, live in zip(parameters, found, strict=True):
             live.requires_grad_(parameter.requires_grad)  # FSDP2 looks once
@@ -312,10 +304,22 @@ class Sharding:
             self._waiting.update((p, total) for p, total in zip(parameters, sums, strict=True) if total is not None)
             return [None] * len(sums)
         # Ranks whose tokens did not touch a parameter take part all the same: in experts, or in a head without targets.
-        touched = torch.tensor([total is not None for total in sums], dtype=torch.uint8, device=self.device)
-        dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._group)
-        pairs = zip(parameters, sums, touched.tolist(), strict=True)
-        return [self._over_ranks(parameter, total) if any_rank else None for parameter, total, any_rank in pairs]
+        # One that some rank has ever touched counts as touched: that is asked at first, and never in a later step.
+        if not self._touched.issuperset(parameters):
+            touched = torch.tensor([total is not None for total in sums], dtype=torch.uint8, device=self.device)
+            dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._group)
+            self._touched.update(p for p, any_rank in zip(parameters, touched.tolist(), strict=True) if any_rank)
+        pairs = zip(parameters, sums, strict=True)
+        return [self._over_ranks(p, total) if p in self._touched else None for p, total in pairs]
+
+    def forget(self) -> None:
+        """Drop the gradients of micro-batches that were not reduced yet."""
+        self._waiting.clear()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are any."""
+        return bool(self._waiting)
 
     def _summed(self, parameter: Parameter, total: Tensor | None) -> Tensor | None:
         """A sum with those of the micro-batches before."""
@@ -326,8 +330,8 @@ class Sharding:
 
     def _over_ranks(self, parameter: Parameter, total: Tensor | None) -> Tensor:
         """The gradient of a parameter, from the sums of all ranks."""
-        name = self._names[parameter]
-        whole = self._wholes[name]
+        name = self._names.get(parameter, "")  # none for what was added to a model that is whole
+        whole = self._wholes[name] if self._sharded else Whole.of(parameter)
         if total is None:
             local = torch.zeros(whole.shape, dtype=self._reduce_dtype, device=self.device)
         elif isinstance(total, DTensor):
@@ -351,27 +355,3 @@ class Sharding:
 def _unit(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def require_same_weights(model: PreTrainedModel) -> None:
-    """Refuse ranks that hold different weights: nothing would notice afterwards.
-
-    Raises:
-        ValueError: on all ranks, naming one that differs.
-    """
-    if dist.get_world_size() == 1 or model.get_input_embeddings().weight.device.type == "meta":
-        return
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    total = torch.zeros((), dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    for number, parameter in enumerate(model.parameters(), 1):
-        bits = parameter.detach().view(kinds[parameter.dtype.itemsize])
-        total = total * 31 + bits.sum(dtype=torch.long) + number * parameter.numel()
-    with alarm.guarded():
-        found: list[int] = from_everyone(total[None]).flatten().tolist()
-    usual = max(found, key=found.count)
-    odd = [rank for rank, value in enumerate(found) if value != usual]
-    if odd:
-        raise ValueError(
-            f"rank {odd[0]} holds other weights than the other ranks: load the same folder on every rank, or set the "
-            "same seed (torch.manual_seed) before building the model."
-        )

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 # Styles of modules that are whole on every rank, but see a part of the heads: each rank's gradient is a part.
 _PARTIAL_STYLES = {"replicated_with_grad_allreduce"}
 
 
-@dataclass(frozen=True, slots=True)
 class Partial:
     """Modules that are whole on every rank, but see a part of the heads, such as norms of queries and keys.
 
-    transformers has a hook reduce their gradients whenever one is accumulated, which is once too often with several
-    micro-batches. While the model is streamed they are reduced with all others, and its way is put aside.
+    transformers would have a hook on their parameters reduce what is accumulated, once too often with several
+    micro-batches, and for good. While the model is streamed they are reduced with all others; while it is not, hooks
+    like transformers' do it.
 
-    Attributes:
+    Args:
         parameters: names of theirs.
         modules: them.
-        forwards: transformers' own, which set the hook.
+        mesh: of the ranks.
     """
 
-    parameters: set[str]
-    modules: list[nn.Module]
-    forwards: list[Callable[..., Any]]
+    def __init__(self, parameters: set[str], modules: list[nn.Module], mesh: DeviceMesh) -> None:
+        self.parameters = parameters
+        self._modules = modules
+        self._group = mesh.get_group()
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[nn.Parameter] = set()
 
     def put_aside(self) -> None:
-        """The modules are called as they were. Twice is once."""
-        for module in self.modules:
-            module.__dict__.pop("forward", None)
+        """No hook reduces anything. Twice is once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
 
     def put_back(self) -> None:
-        """The modules are transformers' again."""
-        for module, forward in zip(self.modules, self.forwards, strict=True):
-            module.forward = forward
+        """Hooks do it, set when the modules are called: FSDP2 changes their parameters. Twice is once."""
+        if not self._handles:
+            self._handles += [module.register_forward_pre_hook(self._hook) for module in self._modules]
+
+    def _hook(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters() if torch.is_grad_enabled() else ():
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._reduce))
+
+    def _reduce(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=self._group)
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> Partial:
@@ -63,14 +80,14 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> Partial:
         raise ValueError(f"{name} has no tensor-parallel plan in transformers: use sp or cp instead of tp.")
     if any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError(f"the parameters of this {name} are on the meta device: load its weights before shard().")
-    found = expand(model, plan)
-    apply_tensor_parallelism(model, mesh, found)
+    found, modules = expand(model, plan), dict(model.named_modules())
+    if any(hasattr(modules.get(n), "base_layer") for n in found):
+        raise ValueError(f"LoRA on the matrices of {name} does not go with tp, which cuts them: use sp or cp instead.")
+    names = [n for n, style in found.items() if style in _PARTIAL_STYLES and n in modules]
+    inside = {n for n, _ in model.named_parameters() if any(n.startswith(f"{module}.") for module in names)}
+    apply_tensor_parallelism(model, mesh, {n: style for n, style in found.items() if n not in names})
     model.tie_weights()
-    modules = dict(model.named_modules())
-    names = [name for name, style in found.items() if style in _PARTIAL_STYLES and name in modules]
-    inside = {n for n, _ in model.named_parameters() if any(n.startswith(f"{name}.") for name in names)}
-    partial = [modules[name] for name in names]
-    return Partial(inside, partial, [module.forward for module in partial])
+    return Partial(inside, [modules[name] for name in names], mesh)
 
 
 def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:

@@ -98,9 +98,15 @@ class Job:
         Args:
             seconds: that a step is expected to take.
         """
+        self._set_timeout(max(_LEAST, timedelta(seconds=_PATIENCE * seconds)))
+
+    def be_patient(self) -> None:
+        """Have collectives wait for what does not depend on steps."""
+        self._set_timeout(_START)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
         if self.mesh is None:
             return
-        timeout = max(_LEAST, timedelta(seconds=_PATIENCE * seconds))
         for group in {id(g): g for g in _groups(self.mesh)}.values():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 

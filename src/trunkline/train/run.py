@@ -102,6 +102,7 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         finally:
             display.end()
         trunkline.unstream(model)
+        job.be_patient()  # saving takes as long as the disk does
         saved, state_dict = job.whole(model, getattr(torch, recipe.model.dtype))
         if output is not None:
             output.finish(saved, encoder.tokenizer, state_dict)
@@ -121,11 +122,12 @@ def _model(
     if masters:
         wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
     # A whole model need not fit on a device of which it takes a share.
-    model = build_model(wide, config, torch.device("cpu") if cut and degrees.tp == 1 else device)
+    model = build_model(wide, config, torch.device("cpu") if cut or degrees.tp > 1 else device)
     flops = _flops(model, recipe.context, display)
     attention_share = 0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops
     if job.mesh is None:
         return model, flops, attention_share
+    job.wait()  # loading takes as long as the disk does
     if flops is not None:
         per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // job.world_size
         job.expect(expected_seconds(per_rank, device, getattr(torch, dtype)))
