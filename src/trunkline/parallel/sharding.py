@@ -207,6 +207,8 @@ class Sharding:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._wholes = wholes
         self._partial = partial
+        if partial is not None:
+            partial.put_back()
         self._waiting: dict[Parameter, Tensor] = {}  # sums of micro-batches before the last
         self._touched: set[Parameter] = set()
         self._coming: dict[int, Any] = {}
