@@ -176,11 +176,14 @@ def _watch() -> None:
     rank = dist.get_rank()
     while dist.is_initialized():
         time.sleep(_POLL)
+        if not _State.depth:
+            seen = None
+            continue
         try:
             said = _said()
         except Exception:  # the store is gone: connections break by themselves
             return
-        if said is None or not _State.depth or said.startswith((f"rank {rank} failed", _MILD)):
+        if said is None or said.startswith((f"rank {rank} failed", _MILD)):
             seen = None
             continue
         seen = seen or time.monotonic()
