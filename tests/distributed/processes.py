@@ -85,13 +85,13 @@ def outcomes(started: list[tuple[Any, Connection]], timeout: float = 120) -> lis
     return found
 
 
-def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """What `function(*args)` returns on each rank of a job.
 
     Raises:
         RankFailedError: with the traceback of the rank that failed for a reason of its own.
     """
-    found = outcomes(start(world, function, *args))
+    found = outcomes(start(world, function, *args), timeout)
     failed = [what for good, what in found if not good]
     if failed:
         own = [what for what in failed if what is not None and what[0] != "RankError"]

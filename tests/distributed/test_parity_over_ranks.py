@@ -156,7 +156,7 @@ def test_all_cases_on_large_meshes(mesh: str) -> None:
         cases = [replace(case, heads=HEADS if case.heads else {}) for case in cases]
     if degrees.get("sp") == 3:
         cases = [replace(case, heads=heads(6, 3)) for case in SPREAD if case.heads]
-    for wrong in run(math.prod(degrees.values()), compare, degrees, cases):
+    for wrong in run(math.prod(degrees.values()), compare, degrees, cases, timeout=1200):
         assert not wrong, "\n".join(wrong[:20])
 
 
