@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Cons
     """Peak memory of a rank as the sequence grows: in chunks, and Ulysses alone."""
     found: dict[int, dict[str, int]] = {}
     task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "degrees": {"sp": 2}}
+    os.environ.update(MALLOC)  # of the processes to come; slower, and so not for those that are timed
     for length in lengths:
         found[length] = {}
         for name, size in (("chunks", chunk_size), ("whole", length)):
@@ -156,6 +158,8 @@ def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Cons
     )
     for column in ("tokens", "Trunkline", "Ulysses alone", "ratio"):
         table.add_column(column, justify="right")
+    for name in MALLOC:
+        del os.environ[name]
     for length, each in found.items():
         ratio = each["chunks"] / each["whole"]
         table.add_row(f"{length:,}", f"{each['chunks'] / _MIB:.0f}", f"{each['whole'] / _MIB:.0f}", f"{ratio:.2f}")
@@ -216,7 +220,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    import os
-
-    os.environ.update(MALLOC)
     sys.exit(main())
