@@ -225,6 +225,39 @@ def test_dropout_is_replayed() -> None:
         assert slope == pytest.approx(difference, rel=1e-5)
 
 
+def salts(degrees: dict[str, int]) -> int:
+    from trunkline.parallel.group import MeshRanks
+
+    return MeshRanks(trunkline.init_mesh(**degrees)).salt
+
+
+def test_ranks_with_other_tokens_draw_other_numbers() -> None:
+    for degrees in ({"sp": 2}, {"cp": 2}, {"dp": 2}):
+        assert len(set(run(2, salts, degrees))) == 2
+    assert len(set(run(2, salts, {"tp": 2}))) == 1  # the same tokens: dropped alike, or the ranks would drift apart
+
+
+def stale(zero: int) -> float:
+    """A forward without a backward leaves nothing gathered that a later one would take for the weights."""
+    model = build("llama")
+    ids = tokens(1, 37)
+    changed = copy.deepcopy(model)
+    model = streamed({"sp": 2}, zero, model)
+    parameters = list(model.parameters())  # as an optimizer has them
+    model(input_ids=ids, labels=ids)
+    with torch.no_grad():
+        for mine, theirs in zip(parameters, changed.parameters(), strict=True):
+            mine.mul_(0.9)
+            theirs.mul_(0.9)
+    expected = cross_entropy(changed(input_ids=ids).logits, ids) / 36
+    return abs(float(model(input_ids=ids, labels=ids).loss.detach() - expected.detach()))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_are_gathered_anew(zero: int) -> None:
+    assert max(run(2, stale, zero)) < 1e-12
+
+
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
