@@ -21,13 +21,12 @@ from trunkline.config import Progress, StreamConfig, keepable
 from trunkline.decoder import Batch
 from trunkline.huggingface import HuggingFaceDecoder, Parameters
 from trunkline.ranks import Agreement, Alone, Ranks
-from trunkline.structure import base_model
+from trunkline.structure import SHARDING, base_model
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.meters import Meters
 from trunkline.tiers.stores import Tiers
 
 M = TypeVar("M", bound=nn.Module)
-SHARDING = "_trunkline_sharding"  # what `shard` leaves on a model
 
 
 def stream(

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+SHARDING = "_trunkline_sharding"  # the attribute that `shard` leaves on a model
+
 
 class Unsupported(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
     """The model computes something that cannot be streamed exactly."""

@@ -29,6 +29,7 @@ _SIGNS = (
     "nccl error",
     "timed out",
 )
+_GONE = (RuntimeError, ValueError)  # what PyTorch raises where the store went with its process, or where there is none
 _MILD = "~"  # before what was said of a ValueError, which all ranks may raise alike, and go on
 
 
@@ -62,7 +63,7 @@ def all_go_on() -> None:
 
 def report(error: BaseException) -> None:
     """Tell the other ranks that this one has failed, unless another was first."""
-    with contextlib.suppress(Exception):  # the store may be gone with its process
+    with contextlib.suppress(*_GONE):
         text = str(error).strip() or "no message"
         mild = _MILD if isinstance(error, ValueError) else ""
         said = f"{mild}rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
@@ -89,7 +90,7 @@ def in_job() -> bool:
 
 def is_mine() -> bool:
     """Whether this rank was the first of its job that failed."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(*_GONE):
         said = failure()
         return said is None or said.startswith(f"rank {dist.get_rank()} failed")
     return True
@@ -97,13 +98,13 @@ def is_mine() -> bool:
 
 def explain(error: BaseException) -> None:
     """Leave word of why this rank refuses what all ranks are about to do."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(*_GONE):
         distributed_c10d._get_default_store().set(f"{_KEY}/{_State.epoch}/{dist.get_rank()}", str(error))
 
 
 def explanation(rank: int) -> str:
     """What `rank` said in `explain`, before all went on."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(*_GONE):
         store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_State.epoch - 1}/{rank}"
         if store.check([key]):
             return store.get(key).decode().rstrip(".")
@@ -143,7 +144,7 @@ def _reason(error: BaseException) -> str | None:
     while time.monotonic() < deadline:
         try:
             said = failure()
-        except Exception:  # the store is gone, and the process that held it
+        except _GONE:
             break
         if said is not None and not said.startswith(f"rank {dist.get_rank()} failed"):
             return said
@@ -181,7 +182,7 @@ def _watch() -> None:
             continue
         try:
             said = _said()
-        except Exception:  # the store is gone: connections break by themselves
+        except _GONE:  # connections break by themselves
             return
         if said is None or said.startswith((f"rank {rank} failed", _MILD)):
             seen = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,18 @@ def from_everyone(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     out = x.new_empty(dist.get_world_size(group) * len(x))
     _all_gather(out, x, group=group)
     return out.view(-1, len(x))
+
+
+def cut_rows(x: Tensor, size: int) -> Tensor:
+    """The rows of (B, heads, size * T, D) in equal parts, one a rank, (size, n)."""
+    batch, heads, length, dim = x.shape
+    return x.reshape(batch, heads, size, length // size, dim).permute(2, 0, 1, 3, 4).reshape(size, -1)
+
+
+def join_rows(parts: Tensor, shape: Sequence[int]) -> Tensor:
+    """One part of each rank (size, n), each of shape (B, heads, T, D), as (B, heads, size * T, D)."""
+    size, (batch, heads, length, dim) = len(parts), shape
+    return parts.reshape(size, *shape).permute(1, 2, 0, 3, 4).reshape(batch, heads, size * length, dim)
 
 
 @dataclass(slots=True)

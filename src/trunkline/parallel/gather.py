@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trunkline.parallel.comm import Comm, Pending
+from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
 
 
 class Gather:
@@ -24,50 +24,28 @@ class Gather:
         self.comm = comm
         self.size, self.rank = comm.size, comm.rank
 
-    def gather(self, k: Tensor, v: Tensor) -> _Whole:
+    def gather(self, k: Tensor, v: Tensor) -> _Coming:
         """See `KeyValueGather.gather`."""
-        packed = torch.cat([k.reshape(-1), v.reshape(-1)])
-        return _Whole(self.comm.all_gather(packed), (k.shape, v.shape))
+        return _Coming(self.comm.all_gather(torch.cat([k.reshape(-1), v.reshape(-1)])), (k.shape, v.shape))
 
-    def scatter(self, dk: Tensor, dv: Tensor) -> _Part:
+    def scatter(self, dk: Tensor, dv: Tensor) -> _Coming:
         """See `KeyValueGather.scatter`."""
-        parts, shapes = [], []
-        for x in (dk, dv):
-            batch, heads, length, dim = x.shape
-            part = (batch, heads, length // self.size, dim)
-            parts.append(x.reshape(batch, heads, self.size, *part[2:]).permute(2, 0, 1, 3, 4).reshape(self.size, -1))
-            shapes.append(torch.Size(part))
-        return _Part(self.comm.reduce_scatter(torch.cat(parts, 1)), (shapes[0], shapes[1]))
+        parts = torch.cat([cut_rows(dk, self.size), cut_rows(dv, self.size)], 1)
+        shapes = [torch.Size((*x.shape[:2], x.shape[2] // self.size, x.shape[3])) for x in (dk, dv)]
+        return _Coming(self.comm.reduce_scatter(parts), (shapes[0], shapes[1]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _Coming:
+    """Two tensors side by side: a part of each rank (size, n), or this rank's own part (n,)."""
+
     pending: Pending
-    shapes: tuple[torch.Size, torch.Size]
+    shapes: tuple[torch.Size, torch.Size]  # of a part
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """See `PendingPair.wait`."""
-        parts = self.pending.wait()
-        size = len(parts)
-        k, v = (
-            x.reshape(size, *shape).permute(1, 2, 0, 3, 4).reshape(*shape[:2], size * shape[2], shape[3])
-            for x, shape in zip(
-                torch.split(parts, [shape.numel() for shape in self.shapes], 1), self.shapes, strict=True
-            )
-        )
-        return k, v
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    pending: Pending
-    shapes: tuple[torch.Size, torch.Size]
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """See `PendingPair.wait`."""
-        part = self.pending.wait()
-        dk, dv = (
-            x.reshape(shape)
-            for x, shape in zip(torch.split(part, [shape.numel() for shape in self.shapes]), self.shapes, strict=True)
-        )
-        return dk, dv
+        packed = self.pending.wait()
+        parts = packed if packed.ndim == 2 else packed[None]
+        columns = torch.split(parts, [shape.numel() for shape in self.shapes], 1)
+        a, b = (join_rows(x, shape) for x, shape in zip(columns, self.shapes, strict=True))
+        return a, b

@@ -27,11 +27,10 @@ from trunkline.parallel.hooks import Hooks
 from trunkline.parallel.mesh import degrees_of, heads_of
 from trunkline.parallel.tensor import Partial as PartialModules
 from trunkline.parallel.tensor import parallelize
-from trunkline.structure import base_model, find_layers, parameters_outside
+from trunkline.structure import SHARDING, base_model, find_layers, parameters_outside
 
 M = TypeVar("M", bound=nn.Module)
 REPLICAS = ("dp", "cp", "sp")  # axes whose ranks compute gradients of the same parameters
-_ATTRIBUTE = "_trunkline_sharding"
 
 
 def shard(
@@ -66,7 +65,7 @@ def shard(
     base = base_model(model)
     if zero not in (0, 2, 3):
         raise ValueError(f"zero={zero!r}: give 0, 2 or 3.")
-    if getattr(base, _ATTRIBUTE, None) is not None:
+    if getattr(base, SHARDING, None) is not None:
         raise ValueError(f"this {type(base).__name__} is sharded already.")
     if "forward" in base.__dict__:
         raise ValueError("shard() comes before stream(): call trunkline.unstream(model) first.")
@@ -100,7 +99,7 @@ def shard(
     if not hooks and mesh.device_type == "cuda":
         base.to(torch.device("cuda", torch.cuda.current_device()))
     sharding = Sharding(base, mesh, zero=zero, reduce_dtype=reduce_dtype, wholes=wholes, partial=partial, hooks=hooks)
-    object.__setattr__(base, _ATTRIBUTE, sharding)
+    object.__setattr__(base, SHARDING, sharding)
     return model
 
 
@@ -110,7 +109,7 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
     Raises:
         ValueError: `shard` was called with another mesh; the degrees do not fit the model; the weights differ.
     """
-    known: Sharding | None = getattr(model, _ATTRIBUTE, None)
+    known: Sharding | None = getattr(model, SHARDING, None)
     if known is not None:
         if known.mesh is not mesh and known.mesh != mesh:
             raise ValueError("stream() was given another mesh than shard(): use one mesh for both.")
@@ -122,8 +121,7 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError("this model was sharded by fully_shard: call trunkline.shard(model, mesh) instead.")
     require_same_weights(model, mesh)
-    wholes = {name: Whole.of(parameter) for name, parameter in model.named_parameters()}
-    return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes=wholes, partial=None, hooks=[])
+    return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes={}, partial=None, hooks=[])
 
 
 @contextlib.contextmanager
@@ -174,7 +172,7 @@ class Sharding:
         mesh: of the job.
         zero: 0, 2 or 3.
         reduce_dtype: in which gradients are summed over ranks.
-        wholes: parameters by name, as they are when they are gathered.
+        wholes: parameters by name, as they are when they are gathered; not looked at where nothing is.
         partial: what is whole on every tp rank, but gets a part of its gradient on each; None for nothing.
         hooks: of FSDP2.
     """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.parallel.comm import Comm, Pending
+from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
 
 
 class Ulysses:
@@ -55,7 +55,7 @@ class Ulysses:
                 x = x.repeat_interleave(own * size // heads, dim=1)
             # (B, size, own, T, D) to (size, B, own, T, D)
             parts.append(x.reshape(batch, size, own, length, dim).transpose(0, 1).reshape(size, -1))
-            shapes.append((size, batch, own, length, dim))
+            shapes.append((batch, own, length, dim))
         return Heads(self._exchange(parts, dtype), shapes, [x.dtype for x in tensors])
 
     def gather_heads(self, tensors: tuple[Tensor, ...], heads: tuple[int, ...]) -> list[Tensor]:
@@ -73,8 +73,7 @@ class Ulysses:
         for x in tensors:
             dtype = torch.promote_types(dtype, x.dtype)
             batch, own, length, dim = x.shape
-            # (B, own, size, T, D) to (size, B, own, T, D)
-            parts.append(x.reshape(batch, own, size, length // size, dim).permute(2, 0, 1, 3, 4).reshape(size, -1))
+            parts.append(cut_rows(x, size))
             shapes.append((size, batch, own, length // size, dim))
         received = self._exchange(parts, dtype).wait()
         given = []
@@ -100,19 +99,14 @@ class Heads:
     """Tensors of a rank's heads on their way."""
 
     pending: Pending
-    shapes: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]]  # of a rank's part
     dtypes: list[torch.dtype]
 
     def wait(self) -> tuple[Tensor, ...]:
         """Them, (B, own heads, size * T, D) each."""
-        columns = torch.split(self.pending.wait(), [math.prod(shape[1:]) for shape in self.shapes], 1)
-        found = []
-        for x, shape, dtype in zip(columns, self.shapes, self.dtypes, strict=True):
-            size, batch, own, length, dim = shape
-            # (size, B, own, T, D) to (B, own, size * T, D)
-            x = x.reshape(shape).permute(1, 2, 0, 3, 4).reshape(batch, own, size * length, dim)
-            found.append(x.to(dtype))
-        return tuple(found)
+        columns = torch.split(self.pending.wait(), [math.prod(shape) for shape in self.shapes], 1)
+        triples = zip(columns, self.shapes, self.dtypes, strict=True)
+        return tuple(join_rows(x, shape).to(dtype) for x, shape, dtype in triples)
 
 
 class _ToHeads(torch.autograd.Function):
