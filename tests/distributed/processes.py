@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -28,17 +29,24 @@ class RankFailedError(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
+class Rank(NamedTuple):
+    """A rank of a job that was started.
+
+    Attributes:
+        process: the process.
+        result: what it returned or raised comes over this.
+        store: where the job's ranks find one another. Held by what starts them, as torchrun's agent does: held by
+            rank 0 it would end with that rank, also while another is still connecting.
+    """
+
+    process: BaseProcess
+    result: Connection
+    store: TCPStore
 
 
-def _rank(rank: int, world: int, port: int, to: Connection, function: Callable[..., Any], *args: Any) -> None:
+def _rank(rank: int, environment: dict[str, str], to: Connection, function: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         to.send((True, function(*args)))
     except BaseException as error:
@@ -49,28 +57,35 @@ def _rank(rank: int, world: int, port: int, to: Connection, function: Callable[.
             torch.distributed.destroy_process_group()
 
 
-def start(world: int, function: Callable[..., Any], *args: Any) -> list[tuple[Any, Connection]]:
-    """Processes that run `function(*args)` as ranks of one job, each with the connection that its result comes over."""
-    port = free_port()
+def start(world: int, function: Callable[..., Any], *args: Any) -> list[Rank]:
+    """Processes that run `function(*args)` as ranks of one job."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     started = []
     for rank in range(world):
         mine, theirs = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(target=_rank, args=(rank, world, port, theirs, function, *args), daemon=True)
+        process = _CONTEXT.Process(target=_rank, args=(rank, environment, theirs, function, *args), daemon=True)
         process.start()
         theirs.close()
-        started.append((process, mine))
+        started.append(Rank(process, mine, store))
     return started
 
 
-def outcomes(started: list[tuple[Any, Connection]], timeout: float = 120) -> list[tuple[bool, Any]]:
+def outcomes(ranks: Sequence[Rank], timeout: float = 120) -> list[tuple[bool, Any]]:
     """What each rank returned (True) or raised (False, with type, text and traceback; or None where it was killed)."""
-    found: list[tuple[bool, Any]] = [(False, None)] * len(started)
-    waiting = {connection: rank for rank, (_, connection) in enumerate(started)}
+    found: list[tuple[bool, Any]] = [(False, None)] * len(ranks)
+    waiting = {each.result: rank for rank, each in enumerate(ranks)}
     while waiting:
         ready = wait(list(waiting), timeout)
         if not ready:
-            for process, _ in started:
-                process.kill()
+            for each in ranks:
+                each.process.kill()
             raise TimeoutError(f"ranks {sorted(waiting.values())} did not end")
         for connection in ready:
             assert isinstance(connection, Connection)
@@ -79,9 +94,9 @@ def outcomes(started: list[tuple[Any, Connection]], timeout: float = 120) -> lis
                 found[rank] = connection.recv()
             except EOFError:
                 found[rank] = (False, None)
-    for process, _ in started:
-        process.join(30)
-        assert process.exitcode is not None, "a process did not end"
+    for each in ranks:
+        each.process.join(30)
+        assert each.process.exitcode is not None, "a process did not end"
     return found
 
 

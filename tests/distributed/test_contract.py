@@ -145,13 +145,13 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, tmp_path: Path) -> No
     scratch.mkdir()
     started = start(2, fail, how, str(scratch), str(log))
     if how == "lives on":
-        started[0][0].join(30)
-        assert started[0][0].exitcode == 1
-        started[1][0].kill()
+        started[0].process.join(30)
+        assert started[0].process.exitcode == 1
+        started[1].process.kill()
         assert "error: rank 1 failed: RuntimeError: the disk is on fire" in Path(f"{log}-0").read_text()
     found = outcomes(started)
     assert time.monotonic() - begun < 30
-    assert [process.exitcode == 0 for process, _ in started] == [False, False]
+    assert [each.process.exitcode == 0 for each in started] == [False, False]
     assert not list(scratch.iterdir())
     if how == "raises":
         kind, text, _ = found[0][1]

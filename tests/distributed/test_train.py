@@ -150,9 +150,9 @@ def test_a_killed_process_ends_the_run_with_a_word(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     begun = time.monotonic()
-    started[1][0].kill()
+    started[1].process.kill()
     time.sleep(0.2)
-    started[0][0].terminate()
+    started[0].process.terminate()
     found = outcomes(started)
     assert time.monotonic() - begun < 30
     assert found == [(True, 1), (False, None)]
