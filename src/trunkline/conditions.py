@@ -72,10 +72,13 @@ class Conditions:
         """The dtype in which matrix products on tensors of `dtype` run."""
         return self._autocast_dtype if self._autocast and dtype != torch.float64 else dtype
 
-    def seed(self, stage: int, chunk: int) -> None:
-        """Set the random state for one chunk of one stage (-1 the embedding, then the layers)."""
+    def seed(self, stage: int, chunk: int, half: int = 0) -> None:
+        """Set the random state for one chunk of one stage (-1 the embedding, then the layers).
+
+        A layer has two halves, up to its attention and after it: between them another chunk may draw.
+        """
         # Hashed, because the CPU's generator looks at 32 bits of a seed only: no stage may share its lower half.
-        digest = hashlib.blake2b(f"{self._seed} {stage} {chunk}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed} {stage} {chunk} {half}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":

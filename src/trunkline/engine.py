@@ -25,7 +25,7 @@ from trunkline.config import StreamConfig
 from trunkline.decoder import Batch, Decoder
 from trunkline.gradients import differentiate, reaches
 from trunkline.keeping import Widths, choose
-from trunkline.ranks import PendingTensors, Ranks, padded_length
+from trunkline.ranks import Ranks, padded_length
 from trunkline.run import CoreCall, Run
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores, Tiers
@@ -37,13 +37,18 @@ def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
     core = run.core(layer, keep=run.config.keep if differentiate else frozenset())
     if isinstance(core, HeadGroupsCore):
         halves.attend(run, layer, core)
-    attend: CoreCall = core.recall if isinstance(core, HeadGroupsCore) else core.forward
+    attend: CoreCall = core.forward if isinstance(core, Core) else core.recall
+    known = None if isinstance(core, Core) else core.recalled
     kept = differentiate and layout.position(layer) == 0
     outputs = run.sequence(layout.input(layer + 1))
-    for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising, take=not kept), strict=True):
+
+    def one(chunk: Chunk, x_BCE: Tensor) -> Tensor:
         run.report("forward", layer, chunk.index, len(run.chunks))
-        run.conditions.seed(layer, chunk.index)
-        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(attend, chunk))
+        return run.apply(layer, x_BCE, chunk, attend, known)
+
+    inputs = zip(run.chunks, run.inputs[layer].read(run.rising, take=not kept), strict=True)
+    calls = (partial(one, chunk, x_BCE) for chunk, x_BCE in inputs)
+    for chunk, y_BCE in zip(run.chunks, run.ranks.side_by_side(calls), strict=True):
         outputs.stash(chunk.index, y_BCE)
     core.end_forward()
     run.cores.append(core if differentiate else None)
@@ -63,22 +68,25 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
         halves.before_backward(run, layer, core)
     elif core.needs_kv_pass:
         keys_values_pass(run, layer, core)
-    reading = zip(
-        run.falling, inputs.read(run.falling, take=not in_halves), dy.read(run.falling, take=True), strict=True
-    )
-    for i, x_BCE, dy_BCE in reading:
-        chunk = run.chunks[i]
+    with_input = layer > run.lowest
+
+    def replay(i: int, x_BCE: Tensor) -> tuple[Tensor, Tensor]:
         run.report("backward", layer, i, len(run.chunks))
-        x_BCE = x_BCE.detach().requires_grad_(layer > run.lowest)
-        wanted = [*live, x_BCE] if x_BCE.requires_grad else live
-        run.conditions.seed(layer, i)
+        x_BCE = x_BCE.detach().requires_grad_(with_input)
         with torch.enable_grad():
-            y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(core.replay, chunk))
+            return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.known)
+
+    falling = zip(run.falling, inputs.read(run.falling, take=not in_halves), strict=True)
+    replays = run.ranks.ahead(partial(replay, i, x_BCE) for i, x_BCE in falling)
+    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
+        x_BCE, y_BCE = next(replays)
+        wanted = [*live, x_BCE] if with_input else live
         grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
-        if x_BCE.requires_grad:
+        if with_input:
             dx_BCE = grads.pop()  # None where attention alone leads to the input, and passes no gradient on (halves)
             dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         run.sums.add(parameters, grads)
+        del x_BCE, y_BCE  # gone before the next is replayed
     if isinstance(core, HeadGroupsCore):
         halves.after_backward(run, layer, core)
     run.cores[layer] = None
@@ -89,16 +97,11 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
     if core.restore():
         return
     earlier = run.chunks[:-1]
-    coming: PendingTensors | None = None
-    for chunk, x_BCE in zip(earlier, run.inputs[layer].read(range(len(earlier))), strict=True):
-        run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        run.conditions.seed(layer, chunk.index)
-        _, k, v, _ = run.decoder.projections(layer, x_BCE, run.batch, chunk)
-        if coming is not None:  # while this chunk's were computed
-            core.put(run.rows[chunk.index - 1], *coming.wait())
-        coming = run.ranks.start_to_heads(k, v)
-    if coming is not None:
-        core.put(run.rows[len(earlier) - 1], *coming.wait())
+    run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
+    inputs = zip(earlier, run.inputs[layer].read(range(len(earlier))), strict=True)
+    calls = (partial(run.keys_values, layer, x_BCE, chunk) for chunk, x_BCE in inputs)
+    for chunk, (k, v) in zip(earlier, run.ranks.side_by_side(calls), strict=True):
+        core.put(run.rows[chunk.index], k, v)
 
 
 def regenerate(run: Run, group: range) -> None:
@@ -120,16 +123,17 @@ def _forward_again(run: Run, layer: int, group: range) -> ChunkedSequence:
     if isinstance(core, Core) and not core.keep_attention:
         core.restore()
         attend: CoreCall = core.forward
+        known = None
     else:
         if isinstance(core, HeadGroupsCore) and not core.keep_attention:
             halves.attend(run, layer, core)
-        attend = core.recall
+        attend, known = core.recall, core.recalled
     core.keep_all()
     outputs = run.sequence(run.layout.input(layer + 1))
-    for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
-        run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        run.conditions.seed(layer, chunk.index)
-        y_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, run.attention(attend, chunk))
+    run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
+    inputs = zip(run.chunks, run.inputs[layer].read(run.rising), strict=True)
+    calls = (partial(run.apply, layer, x_BCE, chunk, attend, known) for chunk, x_BCE in inputs)
+    for chunk, y_BCE in zip(run.chunks, run.ranks.side_by_side(calls), strict=True):
         outputs.stash(chunk.index, y_BCE)
     core.end_forward()
     return outputs

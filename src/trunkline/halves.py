@@ -8,7 +8,10 @@ engine's own loop goes through the second half, since the core keeps gradients f
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from trunkline.attention.groups import HeadGroupsCore
 from trunkline.gradients import differentiate
@@ -17,9 +20,10 @@ from trunkline.run import Run
 
 def attend(run: Run, layer: int, core: HeadGroupsCore) -> None:
     """The first half of a layer, and all its attention; the layer's inputs stay."""
-    for chunk, x_BCE in zip(run.chunks, run.inputs[layer].read(run.rising), strict=True):
-        run.conditions.seed(layer, chunk.index)
-        core.project(run.rows[chunk.index], *run.project(layer, x_BCE, chunk))
+    inputs = zip(run.chunks, run.inputs[layer].read(run.rising), strict=True)
+    calls = (partial(run.project, layer, x_BCE, chunk) for chunk, x_BCE in inputs)
+    for rows, projections in zip(run.rows, run.ranks.side_by_side(calls), strict=True):
+        core.project(rows, *projections)
     core.attend()
 
 
@@ -44,12 +48,18 @@ def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:
     live = run.decoder.live(parameters)
     with_input = layer > run.lowest
     dy = iter(run.dy.read(run.falling, take=True)) if with_input else None
-    for i, x_BCE in zip(run.falling, run.inputs[layer].read(run.falling, take=True), strict=True):
+
+    def replay(i: int, x_BCE: Tensor) -> tuple[Tensor, list[Tensor]]:
         x_BCE = x_BCE.detach().requires_grad_(with_input)
-        wanted = [*live, x_BCE] if with_input else live
-        run.conditions.seed(layer, i)
         with torch.enable_grad():
             *projections, _ = run.project(layer, x_BCE, run.chunks[i])
+        return x_BCE, projections
+
+    falling = zip(run.falling, run.inputs[layer].read(run.falling, take=True), strict=True)
+    replays = run.ranks.ahead(partial(replay, i, x_BCE) for i, x_BCE in falling)
+    for i in run.falling:
+        x_BCE, projections = next(replays)
+        wanted = [*live, x_BCE] if with_input else live
         gradients = core.gradients(run.rows[i])
         pairs = [(x, dx) for x, dx in zip(projections, gradients, strict=True) if x.requires_grad]
         grads = differentiate([x for x, _ in pairs], wanted, [dx for _, dx in pairs])

@@ -8,15 +8,17 @@ Ulysses the first). `Alone` is the group of one, where nothing is cut and nothin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from trunkline.chunking import Chunk
 from trunkline.decoder import Batch
 from trunkline.lanes import Traffic
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +55,6 @@ class PendingPair(Protocol):
     def wait(self) -> tuple[Tensor, Tensor]:
         """Them, once compute may use them."""
         ...
-
-
-class PendingTensors(Protocol):
-    """Tensors on their way."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Them, once compute may use them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Here:
-    """Tensors that are not on their way at all."""
-
-    tensors: tuple[Tensor, ...]
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See `PendingTensors.wait`."""
-        return self.tensors
 
 
 class Ranks(Protocol):
@@ -137,12 +120,20 @@ class Ranks(Protocol):
         """Queries, keys or values (B, heads, own tokens, D) to (B, own heads, rows, D); differentiable."""
         ...
 
-    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
-        """The same, under way while compute goes on; not differentiable."""
+    def start_to_tokens(self, o: Tensor) -> Any:
+        """`to_tokens` of an output that is known before its node is there: under way, for `to_tokens` to take."""
         ...
 
-    def to_tokens(self, o: Tensor) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: Any = None) -> Tensor:
         """Outputs (B, own heads, rows, D) to (B, heads, own tokens, D); differentiable."""
+        ...
+
+    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """What calls return, in their order; while one waits in an exchange above, the next goes on."""
+        ...
+
+    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """The same; while what one returned is differentiated, its exchanges let the next go on."""
         ...
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -189,13 +180,20 @@ class Alone:
         """See `Ranks.to_heads`."""
         return tensors
 
-    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
-        """See `Ranks.start_to_heads`."""
-        return Here(tensors)
+    def start_to_tokens(self, o: Tensor) -> None:
+        """See `Ranks.start_to_tokens`."""
 
-    def to_tokens(self, o: Tensor) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: None = None) -> Tensor:
         """See `Ranks.to_tokens`."""
         return o
+
+    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """See `Ranks.side_by_side`."""
+        return one_by_one(calls)
+
+    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """See `Ranks.ahead`."""
+        return one_by_one(calls)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""
@@ -208,6 +206,11 @@ class Alone:
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
         return x
+
+
+def one_by_one(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What calls return, each made when it is wanted."""
+    return (call() for call in calls)
 
 
 def padded_length(seq_len: int, size: int) -> int:

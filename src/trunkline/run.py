@@ -14,7 +14,7 @@ from trunkline.attention.groups import HeadGroupsCore
 from trunkline.chunking import Chunk
 from trunkline.conditions import Conditions
 from trunkline.config import Progress, StreamConfig
-from trunkline.decoder import Attend, Batch, Decoder
+from trunkline.decoder import Batch, Decoder
 from trunkline.gradients import GradientSums
 from trunkline.keeping import INNER, Layout
 from trunkline.ranks import Ranks
@@ -76,21 +76,44 @@ class Run:
             return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
 
-    def attention(self, core: CoreCall, chunk: Chunk) -> Attend:
-        """The attention of a chunk: a core's, between the exchanges that bring it heads and give back tokens."""
+    def apply(
+        self, layer: int, x_BCE: Tensor, chunk: Chunk, core: CoreCall, known: Callable[[Chunk], Tensor | None] | None
+    ) -> Tensor:
+        """A layer on one chunk, its attention a core's, between the exchanges that bring it heads and give back tokens.
+
+        Args:
+            layer: which.
+            x_BCE: its input.
+            chunk: which.
+            core: the core's method for it.
+            known: gives the output of attention where the core knows it beforehand: it is on its way early, then.
+        """
         rows, ranks = self.rows[chunk.index], self.ranks
+
+        o = None if known is None else known(rows)
+        coming = None if o is None else ranks.start_to_tokens(o)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q, k, v = ranks.to_heads(q, k, v)
-            return ranks.to_tokens(core(rows, q, k, v, scale))
+            o = ranks.to_tokens(core(rows, q, k, v, scale), coming)
+            self.conditions.seed(layer, chunk.index, half=1)
+            return o
 
-        return attend
+        self.conditions.seed(layer, chunk.index)
+        return self.decoder.layer(layer, x_BCE, self.batch, chunk, attend)
 
     def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, float]:
         """What a core is called with for a chunk, and nothing that follows."""
+        self.conditions.seed(layer, chunk.index)
         *projections, scale = self.decoder.projections(layer, x_BCE, self.batch, chunk)
         q, k, v = self.ranks.to_heads(*projections)
         return q, k, v, scale
+
+    def keys_values(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+        """The keys and values among them."""
+        self.conditions.seed(layer, chunk.index)
+        _, k, v, _ = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        return self.ranks.to_heads(k, v)
 
     @staticmethod
     def scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class ChunkedSequence:
 class Reader:
     """Hands out chunks of a sequence in an order given beforehand; see `ChunkedSequence.read`.
 
-    With `prefetch` p, up to p fetched chunks are in use or on their way; for a moment one more, the one handed out
-    before, which its user lets go only when it takes the next.
+    With `prefetch` p, up to p fetched chunks are in use or on their way, and one more: the one handed out before, which
+    its user lets go only when it takes the next, or works on side by side with it.
     """
 
     def __init__(self, sequence: ChunkedSequence, order: Iterable[int], *, take: bool) -> None:
@@ -116,7 +116,7 @@ class Reader:
             self.done()
 
     def next(self) -> Tensor:
-        """The next chunk. From now on the one before it must not be used any longer."""
+        """The next chunk. Of those handed out earlier the last alone may be in use still."""
         stores, sequence = self._sequence._stores, self._sequence
         while len(self._out) > 1:
             stores.release("device", self._out.popleft())

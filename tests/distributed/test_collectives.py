@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trunkline
 from distributed.processes import run
+from trunkline.parallel.comm import Comm, Pending
 
 LAYERS, CHUNK = 3, 8
 
@@ -96,3 +99,93 @@ def spans(seq_len: int) -> tuple[int, int]:
 def test_what_is_gathered_over_cp_does_not_grow_with_the_sequence() -> None:
     largest = [run(2, spans, seq_len)[0][0] for seq_len in (80, 160, 320)]
     assert largest[0] == largest[1] == largest[2]
+
+
+class Order(TorchDispatchMode):
+    """Notes when ranks begin to exchange, compute, and wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm") or "attention" in func.overloadpacket.__name__:
+            self.events.append("compute")
+        return func(*args, **(kwargs or {}))
+
+    def sent(self, original: Any) -> Any:
+        def noted(comm: Comm, parts: Tensor) -> Pending:
+            pending: Pending = original(comm, parts)
+            self.events.append(pending)
+            return pending
+
+        return noted
+
+    def wait(self, original: Any) -> Any:
+        def noted(pending: Pending) -> Tensor:
+            if pending.work is not None and any(each is pending for each in self.events):
+                self.events.append((pending,))
+            received: Tensor = original(pending)
+            return received
+
+        return noted
+
+    @property
+    def exchanges(self) -> tuple[int, int]:
+        """How many there were, and in how many nothing was computed meanwhile."""
+        begun = {id(each): at for at, each in enumerate(self.events) if isinstance(each, Pending)}
+        ended = {id(each[0]): at for at, each in enumerate(self.events) if isinstance(each, tuple)}
+        assert begun.keys() == ended.keys()
+        return len(begun), sum("compute" not in self.events[begun[each] : ended[each]] for each in begun)
+
+
+def order(
+    degrees: dict[str, int], collective: str, seq_len: int, options: dict[str, Any]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    mesh = trunkline.init_mesh(**degrees)
+    model = build("llama", torch.float32, vocab_size=16, num_key_value_heads=4, num_hidden_layers=LAYERS)
+    trunkline.stream(model, mesh=mesh, chunk_size=CHUNK, **options)
+    ids = tokens(1, seq_len, vocab=16)
+    noted = []
+    loss = None
+    for _ in range(2):
+        mode = Order()
+        with (
+            patch.object(Comm, collective, mode.sent(getattr(Comm, collective))),
+            patch.object(Pending, "wait", mode.wait(Pending.wait)),
+            mode,
+        ):
+            loss = model(input_ids=ids, labels=ids).loss if loss is None else loss.backward()
+        noted.append(mode.exchanges)
+    return noted[0], noted[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward"),
+    [
+        ({"keep": ("attention", "kv")}, lambda n: (2 * n, 0), lambda n: (4 * n, 3)),
+        ({"keep": ("attention",)}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 4)),
+        ({"keep": ()}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 5)),
+        # Here the gradient of a chunk's output is all that can be computed of it, and comes too late.
+        ({"strategy": "head_groups", "device_budget": "1GiB"}, lambda n: (3 * n, 1), lambda n: (5 * n, n + 3)),
+    ],
+    ids=["both", "attention", "nothing", "head groups"],
+)
+def test_a_neighbouring_chunk_computes_during_exchanges(
+    options: dict[str, Any], forward: Callable[[int], tuple[int, int]], backward: Callable[[int], tuple[int, int]]
+) -> None:
+    """Those at the ends of a sweep, whose number does not grow, have no neighbour."""
+    for n in (4, 8):
+        found = run(2, order, {"sp": 2}, "all_to_all", n * CHUNK, options)[0]
+        for (exchanges, exposed), expected in zip(found, (forward(n), backward(n)), strict=True):
+            assert (exchanges / LAYERS, exposed / LAYERS) == expected
+
+
+@pytest.mark.parametrize(("keep", "times"), [(("attention",), 1), ((), 2)], ids=["attention", "nothing"])
+def test_keys_are_gathered_while_others_are_in_use(keep: tuple[str, ...], times: int) -> None:
+    """All but the first of a sweep are on their way before they are needed, and those of chunk 0, which has no more."""
+    for n in (4, 8):
+        forward, backward = run(2, order, {"cp": 2}, "all_gather", n * CHUNK, {"keep": keep})[0]
+        calls = 2 * n - 1  # earlier keys, of all chunks but the first, and own keys
+        assert (forward[0] / LAYERS, forward[1] / LAYERS) == (calls, 1)
+        assert (backward[0] / LAYERS, backward[1] / LAYERS) == (times * calls, times + 1)

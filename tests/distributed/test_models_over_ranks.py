@@ -225,6 +225,31 @@ def test_dropout_is_replayed() -> None:
         assert slope == pytest.approx(difference, rel=1e-5)
 
 
+def autocast() -> list[tuple[str, str]]:
+    model = streamed({"sp": 2}, None, build("llama", torch.float32))
+    ids = tokens(1, 40)
+    found: list[tuple[str, str]] = []
+    sweep = ""
+
+    def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        found.append((sweep, str(output.dtype)))
+
+    for name in ("self_attn.q_proj", "mlp.down_proj"):
+        model.get_submodule(f"model.layers.1.{name}").register_forward_hook(note)
+    with torch.autocast("cpu", torch.bfloat16):
+        sweep = "forward"
+        loss = model(input_ids=ids, labels=ids).loss
+    sweep = "backward"
+    loss.backward()
+    return found
+
+
+def test_autocast_holds_in_a_replay_that_begins_inside_a_backward() -> None:
+    found = run(2, autocast)[0]
+    assert {sweep for sweep, _ in found} == {"forward", "backward"}
+    assert {dtype for _, dtype in found} == {"torch.bfloat16"}
+
+
 def salts(degrees: dict[str, int]) -> int:
     from trunkline.parallel.group import MeshRanks
 

@@ -12,6 +12,7 @@ Those of the other chunks are *streamed*: one kernel call a chunk, while the nex
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
 from trunkline.attention.merge import merge_
 from trunkline.attention.pairs import Pair, Pairs
-from trunkline.attention.rectangles import Rectangle, Returns, gathered
+from trunkline.attention.rectangles import Gathered, Rectangle, Returns
 from trunkline.chunking import Chunk, spans
 from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
@@ -86,6 +87,7 @@ class Core:
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._gather = gather
+        self._gathered: Gathered | None = None
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
@@ -96,6 +98,7 @@ class Core:
         self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv))  # fp32 or wider
         self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
+        self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
 
     @property
     def needs_kv_pass(self) -> bool:
@@ -134,7 +137,8 @@ class Core:
             later = range(self.num_resident, len(self.chunks))
             self._kv.read_later(j for i in later for j in range(self.num_resident, i))
         own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
-        return self._attend(chunk, q, own, scale)
+        following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
+        return self._attend(chunk, q, own, scale, following)
 
     def keep_all(self) -> None:
         """Keep from now on what the backward sweep will need."""
@@ -165,22 +169,43 @@ class Core:
             self._kv.save(chunk, own)
         return own
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not."""
+    def recalled(self, chunk: Chunk) -> Tensor:
+        """The output that `recall` will give (chunks in rising order), before its queries are there."""
         if chunk.index == 0:
             self._kept_readers = (self._kept[0].read(range(len(self.chunks))),)
+        self._known.append((self._kept_readers[0].next(),))
+        return self._known[-1][0]
+
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not.
+
+        `recalled` comes before it.
+        """
         if self._capturing and self._separate and chunk.index < self.num_resident:
             self._kv.save(chunk, self._own(k, v))
         elif self._capturing:
             self.put(chunk, k, v)
-        o = self._kept_readers[0].next()
+        (o,) = self._known.popleft()
         if chunk is self.chunks[-1]:
             self._kept_readers[0].done()
             self._kept_readers = ()
         return o
 
+    def known(self, chunk: Chunk) -> Tensor | None:
+        """The output that `replay` will give, before its queries are there; None where it was not kept."""
+        if not self.keep_attention:
+            return None
+        if chunk is self.chunks[-1]:
+            falling = range(len(self.chunks) - 1, -1, -1)
+            self._kept_readers = tuple(sequence.read(falling, take=True) for sequence in self._kept)
+        self._known.append(tuple(reader.next() for reader in self._kept_readers))
+        return self._known[-1][0]
+
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph."""
+        """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph.
+
+        `known` comes before it.
+        """
         o: Tensor = _Replay.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
         return o
 
@@ -200,15 +225,18 @@ class Core:
         self._kv.read_later(j for i in falling for _ in range(times) for j in range(first, i))
         if differentiated:
             self._dkv.read_later((j for i in falling[1:] for j in range(first, i + 1)), take=True)
-        if self.keep_attention:
-            self._kept_readers = tuple(sequence.read(falling, take=True) for sequence in self._kept)
 
-    def _kept_output(self, chunk: Chunk, q: Tensor, own: Pair, scale: float) -> tuple[Tensor, Tensor]:
+    def _kept_output(
+        self, chunk: Chunk, q: Tensor, own: Pair, scale: float, *, differentiated: bool
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a chunk in the backward sweep."""
-        if not self._kept_readers:
-            return self._attend(chunk, q, own, scale)
-        o, lse = (reader.next() for reader in self._kept_readers)
+        if not self._known:
+            return self._attend(chunk, q, own, scale, chunk if differentiated else self._before(chunk))
+        o, lse = self._known.popleft()
         return o, lse
+
+    def _before(self, chunk: Chunk) -> Chunk | None:
+        return self.chunks[chunk.index - 1] if chunk.index else None
 
     def _end_backward(self) -> None:
         for reader in self._kept_readers:
@@ -224,12 +252,14 @@ class Core:
         dtype = self._kernel.compute_dtype(k.dtype)
         return k.to(dtype), v.to(dtype)
 
-    def _attend(self, chunk: Chunk, q: Tensor, own: Pair, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, chunk: Chunk, q: Tensor, own: Pair, scale: float, following: Chunk | None
+    ) -> tuple[Tensor, Tensor]:
         assert self._kernel is not None
         q_compute = q.to(own[0].dtype)
         o: Tensor | None = None
         lse: Tensor | None = None
-        for met in self._rectangles(chunk, q, own, None):
+        for met in self._rectangles(chunk, q, own, None, following):
             part, part_lse = self._kernel.forward(q_compute, met.k, met.v, causal=met.causal, scale=scale)
             o, lse = (part, part_lse) if o is None or lse is None else merge_(o.to(lse.dtype), lse, part, part_lse)
         assert o is not None
@@ -250,7 +280,7 @@ class Core:
         returns = None if self._gather is None else Returns(self._gather, lse.dtype)
         dq: Tensor | None = None
         sums: Pair | None = None
-        for met in self._rectangles(chunk, q, own, SPAN):
+        for met in self._rectangles(chunk, q, own, SPAN, self._before(chunk)):
             part, *pair = kernel.backward(do, q, met.k, met.v, o, lse, causal=met.causal, scale=scale)
             dq = part.to(lse.dtype) if dq is None else dq.add_(part)
             for to, (dk, dv) in [(met, pair)] if returns is None else returns.add(met, (pair[0], pair[1])):
@@ -282,41 +312,61 @@ class Core:
             self._dkv.put(met.streamed, sums)
         return sums
 
-    def _rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[Rectangle]:
-        """What one chunk of queries meets, one kernel call each, its own keys last."""
-        assert self._kernel is not None
-        if self._gather is None:
-            yield from self._own_rectangles(chunk, q, own, longest)
-            return
-        # What is gathered is let go with its call: it does not grow with the sequence.
-        met = self._own_rectangles(chunk, q, own, max(1, SPAN // self._gather.size))
-        yield from gathered(met, self._gather, bottom_right=self._kernel.bottom_right)
+    def _rectangles(
+        self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None, following: Chunk | None
+    ) -> Iterator[Rectangle]:
+        """What one chunk of queries meets, one kernel call each, its own keys last.
 
-    def _own_rectangles(self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None) -> Iterator[Rectangle]:
-        """The same of the keys that are here."""
+        Args:
+            chunk: which.
+            q: its queries.
+            own: its keys and values.
+            longest: most keys in a call.
+            following: the chunk that this will be called for next.
+        """
         assert self._kernel is not None
-        k, size = own[0], 1 if self._gather is None else self._gather.size
+        if self._gather is not None:  # what is gathered is let go with its call: it does not grow with the sequence
+            longest = max(1, SPAN // self._gather.size)
+        resident, last = chunk.index < self.num_resident, (chunk.start, chunk.stop)
+        earlier = self._spans(chunk, q, longest)
+        if resident and earlier and self._kernel.bottom_right and self._gather is None:
+            *earlier, (start, _) = earlier
+            last = start, chunk.stop
+        met = self._earlier(chunk, earlier)
+        if self._gather is None:
+            yield from met
+        own_met = (
+            Rectangle(*self._kv.span(*last), causal=True, span=last)
+            if resident
+            else Rectangle(*own, causal=True, streamed=chunk)
+        )
+        if self._gather is None:
+            yield own_met
+            return
+        if self._gathered is None:
+            self._gathered = Gathered(self._gather, bottom_right=self._kernel.bottom_right)
+        then = None if following is None else self._earlier(following, self._spans(following, q, longest))
+        yield from self._gathered.of_chunk(met, own_met, then)
+
+    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[tuple[int, int]]:
+        """The spans of the buffers that are before a chunk."""
+        size = 1 if self._gather is None else self._gather.size
         # H heads: dk may be expanded.
-        limit = MAX_ELEMENTS // (k.shape[0] * q.shape[1] * k.shape[3] * size) - len(chunk)
+        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3] * size) - len(chunk)
         if limit <= 0:
             raise ValueError(
                 f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
                 "chunk_size or a smaller batch."
             )
-        resident = chunk.index < self.num_resident
-        earlier = spans(chunk.start if resident else self._kv.tokens, min(limit, longest or limit))
-        last = chunk.start, chunk.stop
-        if resident and earlier and self._kernel.bottom_right and self._gather is None:
-            *earlier, (start, _) = earlier
-            last = start, chunk.stop
-        for span in earlier:
+        tokens = chunk.start if chunk.index < self.num_resident else self._kv.tokens
+        return spans(tokens, min(limit, longest or limit))
+
+    def _earlier(self, chunk: Chunk, within: list[tuple[int, int]]) -> Iterator[Rectangle]:
+        """The rectangles of earlier keys: of spans of the buffers, and of the chunks that are streamed."""
+        for span in within:
             yield Rectangle(*self._kv.span(*span), causal=False, span=span)
-        if resident:
-            yield Rectangle(*self._kv.span(*last), causal=True, span=last)
-            return
         for streamed in self.chunks[self.num_resident : chunk.index]:
             yield Rectangle(*self._kv.next_later(), causal=False, streamed=streamed)
-        yield Rectangle(*own, causal=True, streamed=chunk)
 
 
 class _Replay(torch.autograd.Function):
@@ -329,7 +379,7 @@ class _Replay(torch.autograd.Function):
         if chunk is core.chunks[-1]:
             core._begin_backward(k, v, differentiated=differentiated)
         own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
-        o, lse = core._kept_output(chunk, q, own, scale)
+        o, lse = core._kept_output(chunk, q, own, scale, differentiated=differentiated)
         # Keys and values in the buffers are still there in backward.
         ctx.save_for_backward(q, o, lse, *(own if streamed else ()))
         ctx.core, ctx.chunk, ctx.scale = core, chunk, scale

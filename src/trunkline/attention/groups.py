@@ -9,6 +9,7 @@ run in two halves, projections first and the rest after, so that projections are
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class HeadGroupsCore:
             {kind: ChunkedSequence(count, stores, getattr(group, kind)) for kind in kinds} for group in names
         ]
         self._readers: list[Reader] = []
+        self._known: deque[Tensor] = deque()  # outputs of chunks that are under way
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -96,11 +98,16 @@ class HeadGroupsCore:
                 group["lse"].stash(chunk.index, lse)
             core.end_forward()
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output (B, H, C, D) of a chunk, chunks in rising order; kept if it is to be kept."""
+    def recalled(self, chunk: Chunk) -> Tensor:
+        """The output (B, H, C, D) that `recall` will give, chunks in rising order; kept if it is to be kept."""
         if chunk.index == 0:
             self._read_outputs(range(len(self.chunks)), take=not self.keep_attention)
-        o = self._next_output()
+        self._known.append(self._next_output())
+        return self._known[-1]
+
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output of a chunk. `recalled` comes before it."""
+        o = self._known.popleft()
         if chunk is self.chunks[-1]:
             self._end_reading()
         return o
@@ -117,10 +124,18 @@ class HeadGroupsCore:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on."""
+    def known(self, chunk: Chunk) -> Tensor:
+        """The output that `replay` will give, before its queries are there."""
         if chunk is self.chunks[-1]:
             self._read_outputs(range(len(self.chunks) - 1, -1, -1), take=False)
+        self._known.append(self._next_output())
+        return self._known[-1]
+
+    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on.
+
+        `known` comes before it.
+        """
         o: Tensor = _Take.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
         return o
 
@@ -197,7 +212,7 @@ class _Take(torch.autograd.Function):
         core._scale = scale
         core._stash(chunk, ("q", "k", "v"), (q, k, v))
         ctx.core, ctx.chunk = core, chunk
-        o = core._next_output()
+        o = core._known.popleft()
         if chunk.index == 0:
             core._end_reading()
         return o

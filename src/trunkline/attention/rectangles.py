@@ -8,8 +8,10 @@ the causal half.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch import Tensor
 from trunkline.attention.pairs import Pair
 from trunkline.chunking import Chunk
 from trunkline.ranks import KeyValueGather, PendingPair
+
+_Coming: TypeAlias = "tuple[Rectangle, PendingPair]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +46,57 @@ class Rectangle:
     length: int = 0
 
 
-def gathered(own: Iterable[Rectangle], gather: KeyValueGather, *, bottom_right: bool) -> Iterator[Rectangle]:
+class Gathered:
     """The rectangles of all ranks' keys, from those of this rank's own; the next is on its way when one is given.
 
     Args:
-        own: of this rank, the chunk's own last.
         gather: brings them together.
         bottom_right: whether a causal kernel call may have more keys than queries.
     """
-    coming: tuple[Rectangle, PendingPair] | None = None
-    for met in own:
-        following = met, gather.gather(met.k, met.v)
-        if coming is not None:
-            yield from _cut(*coming, gather, bottom_right=bottom_right)
-        coming = following
-    if coming is not None:
-        yield from _cut(*coming, gather, bottom_right=bottom_right)
 
+    def __init__(self, gather: KeyValueGather, *, bottom_right: bool) -> None:
+        self._gather = gather
+        self._bottom_right = bottom_right
+        self._begun: tuple[Iterator[Rectangle], _Coming | None] | None = None  # of the chunk that follows
 
-def _cut(met: Rectangle, pair: PendingPair, gather: KeyValueGather, *, bottom_right: bool) -> Iterator[Rectangle]:
-    k, v = pair.wait()
-    length, part = k.shape[2], met.k.shape[2]
-    if not met.causal:
-        yield replace(met, k=k, v=v, length=length)
-        return
-    start, stop = gather.rank * part, (gather.rank + 1) * part
-    if start and not bottom_right:
-        yield replace(met, k=k[:, :, :start], v=v[:, :, :start], causal=False, length=length)
-    first = 0 if bottom_right else start
-    yield replace(met, k=k[:, :, first:stop], v=v[:, :, first:stop], first=first, length=length)
+    def of_chunk(
+        self, earlier: Iterator[Rectangle], own: Rectangle, following: Iterator[Rectangle] | None
+    ) -> Iterator[Rectangle]:
+        """Those of one chunk of queries.
+
+        Args:
+            earlier: this rank's, of earlier keys.
+            own: this rank's, of the chunk's own keys.
+            following: `earlier` of the chunk that this will be called for next, whose first is sent for beforehand.
+        """
+        earlier, coming = (earlier, None) if self._begun is None else self._begun
+        for met in itertools.chain(earlier, [own]):
+            next_coming = self._send_for(met)
+            if coming is not None:
+                yield from self._cut(coming)
+            coming = next_coming
+        self._begun = None
+        if following is not None:
+            first = next(following, None)
+            self._begun = following, None if first is None else self._send_for(first)
+        assert coming is not None
+        yield from self._cut(coming)
+
+    def _send_for(self, met: Rectangle) -> _Coming:
+        return met, self._gather.gather(met.k, met.v)
+
+    def _cut(self, coming: _Coming) -> Iterator[Rectangle]:
+        met, pair = coming
+        k, v = pair.wait()
+        length, part = k.shape[2], met.k.shape[2]
+        if not met.causal:
+            yield replace(met, k=k, v=v, length=length)
+            return
+        start, stop = self._gather.rank * part, (self._gather.rank + 1) * part
+        if start and not self._bottom_right:
+            yield replace(met, k=k[:, :, :start], v=v[:, :, :start], causal=False, length=length)
+        first = 0 if self._bottom_right else start
+        yield replace(met, k=k[:, :, first:stop], v=v[:, :, first:stop], first=first, length=length)
 
 
 class Returns:
@@ -86,7 +112,7 @@ class Returns:
         self._dtype = dtype
         self._met: Rectangle | None = None
         self._sums: Pair | None = None
-        self._coming: tuple[Rectangle, PendingPair] | None = None
+        self._coming: _Coming | None = None
 
     def add(self, met: Rectangle, pair: Pair) -> Iterator[tuple[Rectangle, Pair]]:
         """Take those of a rectangle; gives what has come back, for the rank's own keys."""

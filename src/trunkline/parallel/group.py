@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from trunkline.parallel import alarm
 from trunkline.parallel.comm import Comm, from_everyone
 from trunkline.parallel.gather import Gather
 from trunkline.parallel.mesh import SEQUENCE, degrees_of
-from trunkline.parallel.ulysses import Ulysses
-from trunkline.ranks import Agreement, Here, KeyValueGather, PendingTensors
+from trunkline.parallel.turns import Turns
+from trunkline.parallel.ulysses import Tokens, Ulysses
+from trunkline.ranks import Agreement, KeyValueGather, T, one_by_one
 
 
 class MeshRanks:
@@ -38,7 +39,10 @@ class MeshRanks:
         self.size = self.degrees.sp * self.degrees.cp
         coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         self._sp, self._cp, self._dp = coordinate["sp"], coordinate["cp"], coordinate["dp"]
-        self._ulysses = Ulysses(Comm(mesh["sp"].get_group(), self.traffic)) if self.degrees.sp > 1 else None
+        self._turns = Turns()
+        self._ulysses = (
+            Ulysses(Comm(mesh["sp"].get_group(), self.traffic), self._turns) if self.degrees.sp > 1 else None
+        )
         self.gather: KeyValueGather | None = (
             Gather(Comm(mesh["cp"].get_group(), self.traffic)) if self.degrees.cp > 1 else None
         )
@@ -52,9 +56,14 @@ class MeshRanks:
         """See `Ranks.salt`."""
         return (self._dp * self.degrees.cp + self._cp) * self.degrees.sp + self._sp
 
-    def guarded(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
         """See `Ranks.guarded`."""
-        return alarm.guarded()
+        try:
+            with alarm.guarded():
+                yield
+        finally:
+            self._turns.close()
 
     def own(self, chunk: Chunk) -> Chunk:
         """See `Ranks.own`."""
@@ -70,13 +79,21 @@ class MeshRanks:
         """See `Ranks.to_heads`."""
         return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
 
-    def start_to_heads(self, *tensors: Tensor) -> PendingTensors:
-        """See `Ranks.start_to_heads`."""
-        return Here(tensors) if self._ulysses is None else self._ulysses.start_to_heads(*tensors)
+    def start_to_tokens(self, o: Tensor) -> Tokens | None:
+        """See `Ranks.start_to_tokens`."""
+        return None if self._ulysses is None else self._ulysses.start_output(o)
 
-    def to_tokens(self, o: Tensor) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: Tokens | None = None) -> Tensor:
         """See `Ranks.to_tokens`."""
-        return o if self._ulysses is None else self._ulysses.to_tokens(o)
+        return o if self._ulysses is None else self._ulysses.to_tokens(o, coming)
+
+    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """See `Ranks.side_by_side`."""
+        return one_by_one(calls) if self._ulysses is None else self._turns.side_by_side(calls)
+
+    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """See `Ranks.ahead`."""
+        return one_by_one(calls) if self._ulysses is None else self._turns.ahead(calls)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""

@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
+from trunkline.parallel.turns import Turns
 
 
 class Ulysses:
-    """The exchanges of one group of ranks.
+    """The exchanges of one group of ranks. While one is under way, another call goes on, if there is one.
 
     Args:
         comm: of the ranks, in the order of their tokens.
+        turns: who goes on.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, turns: Turns) -> None:
         self.comm = comm
+        self.turns = turns
         self.size = comm.size
 
     def num_heads(self, heads: int) -> int:
@@ -35,16 +38,25 @@ class Ulysses:
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Tensors (B, heads, T, D) of this rank's tokens to (B, own heads, size * T, D)."""
-        given: tuple[Tensor, ...] = _ToHeads.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        coming = self.start_to_heads(*(x.detach() for x in tensors))
+        self.turns.pause()
+        given: tuple[Tensor, ...] = _ToHeads.apply(self, coming, *tensors)  # type: ignore[no-untyped-call]
         return given
 
-    def to_tokens(self, o: Tensor) -> Tensor:
-        """An output (B, own heads, size * T, D) to (B, heads, T, D) of this rank's tokens."""
-        given: Tensor = _ToTokens.apply(self, o)  # type: ignore[no-untyped-call]
+    def to_tokens(self, o: Tensor, coming: Tokens | None = None) -> Tensor:
+        """An output (B, own heads, size * T, D) to (B, heads, T, D) of this rank's tokens; it may be under way."""
+        if coming is None:
+            coming = self.start_output(o.detach())
+            self.turns.pause()
+        given: Tensor = _ToTokens.apply(self, coming, o)  # type: ignore[no-untyped-call]
         return given
+
+    def start_output(self, o: Tensor) -> Tokens:
+        """`to_tokens` of what is no node yet."""
+        return self.start_to_tokens((o,), (o.shape[1] * self.size,))
 
     def start_to_heads(self, *tensors: Tensor) -> Heads:
-        """The same, under way: what is computed before `wait` does not wait for it. Not differentiable."""
+        """`to_heads`, under way: what is computed before `wait` does not wait for it. Not differentiable."""
         size, parts, shapes = self.size, [], []
         dtype = tensors[0].dtype
         for x in tensors:
@@ -58,15 +70,12 @@ class Ulysses:
             shapes.append((batch, own, length, dim))
         return Heads(self._exchange(parts, dtype), shapes, [x.dtype for x in tensors])
 
-    def gather_heads(self, tensors: tuple[Tensor, ...], heads: tuple[int, ...]) -> list[Tensor]:
-        """The other way; where heads are copies, sums over these in fp32 or wider.
+    def start_to_tokens(self, tensors: tuple[Tensor, ...], heads: tuple[int, ...]) -> Tokens:
+        """The other way, under way; where heads are copies, sums over these in fp32 or wider. Not differentiable.
 
         Args:
             tensors: (B, own heads, size * T, D).
             heads: how many there are of each without copies.
-
-        Returns:
-            (B, heads, T, D) of this rank's tokens.
         """
         size, parts, shapes = self.size, [], []
         dtype = tensors[0].dtype
@@ -75,18 +84,7 @@ class Ulysses:
             batch, own, length, dim = x.shape
             parts.append(cut_rows(x, size))
             shapes.append((size, batch, own, length // size, dim))
-        received = self._exchange(parts, dtype).wait()
-        given = []
-        columns = torch.split(received, [x.shape[1] for x in parts], 1)
-        for x, shape, count, like in zip(columns, shapes, heads, tensors, strict=True):
-            _, batch, own, length, dim = shape
-            x = x.reshape(shape).transpose(0, 1).reshape(batch, size * own, length, dim)
-            copies = size * own // count
-            if copies > 1:
-                wide = torch.promote_types(like.dtype, torch.float32)
-                x = x.reshape(batch, count, copies, length, dim).sum(2, dtype=wide)
-            given.append(x.to(like.dtype))
-        return given
+        return Tokens(self._exchange(parts, dtype), shapes, heads, [x.dtype for x in tensors])
 
     def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> Pending:
         """One all-to-all for all of them, each (size, n), side by side."""
@@ -109,26 +107,58 @@ class Heads:
         return tuple(join_rows(x, shape).to(dtype) for x, shape, dtype in triples)
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tensors of a rank's tokens on their way."""
+
+    pending: Pending
+    shapes: Sequence[tuple[int, ...]]  # (size, B, own heads, T, D)
+    heads: tuple[int, ...]  # without copies
+    dtypes: list[torch.dtype]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Them, (B, heads, T, D) each."""
+        columns = torch.split(self.pending.wait(), [math.prod(shape[1:]) for shape in self.shapes], 1)
+        given = []
+        for x, shape, count, dtype in zip(columns, self.shapes, self.heads, self.dtypes, strict=True):
+            size, batch, own, length, dim = shape
+            x = x.reshape(shape).transpose(0, 1).reshape(batch, size * own, length, dim)
+            copies = size * own // count
+            if copies > 1:
+                x = x.reshape(batch, count, copies, length, dim).sum(2, dtype=torch.promote_types(dtype, torch.float32))
+            given.append(x.to(dtype))
+        return tuple(given)
+
+
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, ulysses: Ulysses, coming: Heads, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ulysses = ulysses
         ctx.heads = tuple(x.shape[1] for x in tensors)
-        return ulysses.start_to_heads(*tensors).wait()
+        ctx.set_materialize_grads(False)
+        return coming.wait()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.ulysses.gather_heads(gradients, ctx.heads)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = tuple(x for x in gradients if x is not None)
+        if not present:  # they come another way
+            return None, None, *gradients
+        assert len(present) == len(gradients)
+        coming = ctx.ulysses.start_to_tokens(present, ctx.heads)
+        ctx.ulysses.turns.meanwhile()
+        return None, None, *coming.wait()
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, o: Tensor) -> Tensor:
+    def forward(ctx: Any, ulysses: Ulysses, coming: Tokens, o: Tensor) -> Tensor:
         ctx.ulysses = ulysses
-        return ulysses.gather_heads((o,), (o.shape[1] * ulysses.size,))[0]
+        return coming.wait()[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.ulysses.start_to_heads(do).wait()[0]
+    def backward(ctx: Any, do: Tensor) -> tuple[None, None, Tensor]:
+        coming = ctx.ulysses.start_to_heads(do)
+        ctx.ulysses.turns.meanwhile()
+        return None, None, coming.wait()[0]

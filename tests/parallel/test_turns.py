@@ -1,0 +1,130 @@
+"""Calls that take turns."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from trunkline.parallel.turns import Turns
+
+_name = contextvars.ContextVar("_name", default=-1)
+
+
+def calls(turns: Turns, done: list[str], count: int, pauses: int = 2) -> Iterator[Callable[[], int]]:
+    def call(number: int) -> int:
+        for piece in "ABC"[:pauses]:
+            done.append(f"{piece}{number}")
+            turns.pause()
+        done.append(f"{'ABC'[pauses]}{number}")
+        return number
+
+    return (partial(call, number) for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("pauses", "count", "order"),
+    [
+        (2, 5, "A0 A1 B0 B1 C0 A2 C1 A3 B2 B3 C2 A4 C3 B4 C4"),
+        (1, 4, "A0 A1 B0 A2 B1 A3 B2 B3"),
+        (0, 3, "A0 A1 A2"),
+        (2, 1, "A0 B0 C0"),
+        (2, 0, ""),
+    ],
+)
+def test_two_calls_take_turns(pauses: int, count: int, order: str) -> None:
+    """Each piece but those at the ends has one of another call before the next of its own."""
+    turns, done = Turns(), list[str]()
+    assert list(turns.side_by_side(calls(turns, done, count, pauses))) == list(range(count))
+    assert " ".join(done) == order
+
+
+def test_the_next_call_goes_on_meanwhile() -> None:
+    turns, done, results = Turns(), list[str](), list[int]()
+    for number in turns.ahead(calls(turns, done, 3)):
+        results.append(number)
+        done.append("use")
+        turns.meanwhile()
+        done.append("use")
+        turns.meanwhile()
+    assert results == [0, 1, 2]
+    assert " ".join(done) == "A0 B0 C0 use A1 use B1 C1 use A2 use B2 C2 use use"
+
+
+def test_outside_a_call_nothing_pauses() -> None:
+    turns = Turns()
+    turns.pause()
+    turns.meanwhile()
+    assert next(calls(turns, [], 1))() == 0
+
+
+def test_every_call_has_its_own_modes_and_context() -> None:
+    turns = Turns()
+
+    def call(number: int) -> tuple[bool, bool, torch.dtype, int]:
+        token = _name.set(number)
+        with torch.set_grad_enabled(number % 2 == 0), torch.autocast("cpu", torch.float16, enabled=number < 2):
+            turns.pause()
+            found = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+            seen = _name.get()
+        turns.pause()
+        _name.reset(token)
+        return *found, seen
+
+    before = torch.get_autocast_dtype("cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for number, found in enumerate(turns.side_by_side(partial(call, number) for number in range(4))):
+            assert found == (number % 2 == 0, number < 2, torch.float16, number)
+            assert not torch.is_grad_enabled()
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+            assert _name.get() == -1
+    assert torch.is_grad_enabled()
+    assert torch.get_autocast_dtype("cpu") == before
+
+
+def test_an_error_ends_what_is_under_way() -> None:
+    turns, ended = Turns(), list[int]()
+
+    def call(number: int) -> None:
+        try:
+            turns.pause()
+            if number == 0:
+                raise OSError("disk")
+        finally:
+            ended.append(number)
+
+    with pytest.raises(OSError, match="disk"):
+        list(turns.side_by_side(partial(call, number) for number in range(3)))
+    assert ended == [0]
+    with torch.no_grad():
+        turns.close()
+        assert not torch.is_grad_enabled()
+    assert ended == [0, 1]
+    assert list(turns.side_by_side(calls(turns, [], 2))) == [0, 1]
+
+
+def test_an_abandoned_call_ahead_is_ended() -> None:
+    turns, done = Turns(), list[str]()
+    ahead = turns.ahead(calls(turns, done, 3))
+    assert next(ahead) == 0
+    turns.meanwhile()
+    turns.close()
+    turns.meanwhile()
+    assert " ".join(done) == "A0 B0 C0 A1"
+
+
+def test_another_thread_leaves_a_call_alone() -> None:
+    """Autograd may differentiate in a thread of its own: then nothing goes on meanwhile, and nothing fails."""
+    turns, done = Turns(), list[str]()
+    ahead = turns.ahead(calls(turns, done, 2))
+    assert next(ahead) == 0
+    thread = threading.Thread(target=turns.meanwhile)
+    thread.start()
+    thread.join()
+    assert next(ahead) == 1
+    assert " ".join(done) == "A0 B0 C0 A1 B1 C1"
