@@ -40,16 +40,15 @@ def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
     attend: CoreCall = core.forward if isinstance(core, Core) else core.recall
     known = None if isinstance(core, Core) else core.recalled
     kept = differentiate and layout.position(layer) == 0
+    inputs = run.inputs[layer].read(run.rising, take=not kept)
     outputs = run.sequence(layout.input(layer + 1))
 
-    def one(chunk: Chunk, x_BCE: Tensor) -> Tensor:
+    def one(chunk: Chunk) -> None:
         run.report("forward", layer, chunk.index, len(run.chunks))
-        return run.apply(layer, x_BCE, chunk, attend, known)
+        outputs.stash(chunk.index, run.apply(layer, inputs.next(), chunk, attend, known))
 
-    inputs = zip(run.chunks, run.inputs[layer].read(run.rising, take=not kept), strict=True)
-    calls = (partial(one, chunk, x_BCE) for chunk, x_BCE in inputs)
-    for chunk, y_BCE in zip(run.chunks, run.ranks.side_by_side(calls), strict=True):
-        outputs.stash(chunk.index, y_BCE)
+    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
+    inputs.done()
     core.end_forward()
     run.cores.append(core if differentiate else None)
     run.inputs.append(outputs)
@@ -57,7 +56,7 @@ def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
 
 def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     """One layer over all chunks, downwards: each chunk is replayed and differentiated by plain autograd."""
-    core, inputs, dy = run.cores[layer], run.inputs[layer], run.dy
+    core, dy = run.cores[layer], run.dy
     assert core is not None
     assert dy is not None
     assert run.lowest is not None
@@ -69,24 +68,26 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     elif core.needs_kv_pass:
         keys_values_pass(run, layer, core)
     with_input = layer > run.lowest
+    inputs = run.inputs[layer].read(run.falling, take=not in_halves)
 
-    def replay(i: int, x_BCE: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(i: int) -> tuple[Tensor, Tensor]:
         run.report("backward", layer, i, len(run.chunks))
-        x_BCE = x_BCE.detach().requires_grad_(with_input)
+        x_BCE = inputs.next().detach().requires_grad_(with_input)
         with torch.enable_grad():
             return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.known)
 
-    falling = zip(run.falling, inputs.read(run.falling, take=not in_halves), strict=True)
-    replays = run.ranks.ahead(partial(replay, i, x_BCE) for i, x_BCE in falling)
-    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
-        x_BCE, y_BCE = next(replays)
+    def finish(i: int, dy_BCE: Tensor, x_BCE: Tensor, y_BCE: Tensor) -> None:
         wanted = [*live, x_BCE] if with_input else live
         grads = differentiate([y_BCE], wanted, [dy_BCE if factor is None else run.scaled(dy_BCE, factor)])
         if with_input:
             dx_BCE = grads.pop()  # None where attention alone leads to the input, and passes no gradient on (halves)
             dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         run.sums.add(parameters, grads)
-        del x_BCE, y_BCE  # gone before the next is replayed
+
+    replays = run.ranks.ahead(partial(replay, i) for i in run.falling)
+    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
+        finish(i, dy_BCE, *next(replays))
+    inputs.done()
     if isinstance(core, HeadGroupsCore):
         halves.after_backward(run, layer, core)
     run.cores[layer] = None
@@ -97,11 +98,15 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
     if core.restore():
         return
     earlier = run.chunks[:-1]
-    run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-    inputs = zip(earlier, run.inputs[layer].read(range(len(earlier))), strict=True)
-    calls = (partial(run.keys_values, layer, x_BCE, chunk) for chunk, x_BCE in inputs)
-    for chunk, (k, v) in zip(earlier, run.ranks.side_by_side(calls), strict=True):
+    inputs = run.inputs[layer].read(range(len(earlier)))
+
+    def one(chunk: Chunk) -> None:
+        run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
+        k, v = run.keys_values(layer, inputs.next(), chunk)
         core.put(run.rows[chunk.index], k, v)
+
+    run.ranks.side_by_side(partial(one, chunk) for chunk in earlier)
+    inputs.done()
 
 
 def regenerate(run: Run, group: range) -> None:
@@ -129,12 +134,15 @@ def _forward_again(run: Run, layer: int, group: range) -> ChunkedSequence:
             halves.attend(run, layer, core)
         attend, known = core.recall, core.recalled
     core.keep_all()
+    inputs = run.inputs[layer].read(run.rising)
     outputs = run.sequence(run.layout.input(layer + 1))
-    run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-    inputs = zip(run.chunks, run.inputs[layer].read(run.rising), strict=True)
-    calls = (partial(run.apply, layer, x_BCE, chunk, attend, known) for chunk, x_BCE in inputs)
-    for chunk, y_BCE in zip(run.chunks, run.ranks.side_by_side(calls), strict=True):
-        outputs.stash(chunk.index, y_BCE)
+
+    def one(chunk: Chunk) -> None:
+        run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
+        outputs.stash(chunk.index, run.apply(layer, inputs.next(), chunk, attend, known))
+
+    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
+    inputs.done()
     core.end_forward()
     return outputs
 

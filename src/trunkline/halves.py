@@ -14,16 +14,20 @@ import torch
 from torch import Tensor
 
 from trunkline.attention.groups import HeadGroupsCore
+from trunkline.chunking import Chunk
 from trunkline.gradients import differentiate
 from trunkline.run import Run
 
 
 def attend(run: Run, layer: int, core: HeadGroupsCore) -> None:
     """The first half of a layer, and all its attention; the layer's inputs stay."""
-    inputs = zip(run.chunks, run.inputs[layer].read(run.rising), strict=True)
-    calls = (partial(run.project, layer, x_BCE, chunk) for chunk, x_BCE in inputs)
-    for rows, projections in zip(run.rows, run.ranks.side_by_side(calls), strict=True):
-        core.project(rows, *projections)
+    inputs = run.inputs[layer].read(run.rising)
+
+    def one(chunk: Chunk) -> None:
+        core.project(run.rows[chunk.index], *run.project(layer, inputs.next(), chunk))
+
+    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
+    inputs.done()
     core.attend()
 
 
@@ -47,24 +51,29 @@ def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:
     parameters = run.layer_parameters[layer]
     live = run.decoder.live(parameters)
     with_input = layer > run.lowest
-    dy = iter(run.dy.read(run.falling, take=True)) if with_input else None
+    inputs = run.inputs[layer].read(run.falling, take=True)
+    dy = run.dy.read(run.falling, take=True) if with_input else None
 
-    def replay(i: int, x_BCE: Tensor) -> tuple[Tensor, list[Tensor]]:
-        x_BCE = x_BCE.detach().requires_grad_(with_input)
+    def replay(i: int) -> tuple[Tensor, list[Tensor]]:
+        x_BCE = inputs.next().detach().requires_grad_(with_input)
         with torch.enable_grad():
             *projections, _ = run.project(layer, x_BCE, run.chunks[i])
         return x_BCE, projections
 
-    falling = zip(run.falling, run.inputs[layer].read(run.falling, take=True), strict=True)
-    replays = run.ranks.ahead(partial(replay, i, x_BCE) for i, x_BCE in falling)
-    for i in run.falling:
-        x_BCE, projections = next(replays)
-        wanted = [*live, x_BCE] if with_input else live
+    def finish(i: int, x_BCE: Tensor, projections: list[Tensor]) -> None:
         gradients = core.gradients(run.rows[i])
         pairs = [(x, dx) for x, dx in zip(projections, gradients, strict=True) if x.requires_grad]
-        grads = differentiate([x for x, _ in pairs], wanted, [dx for _, dx in pairs])
+        grads = differentiate([x for x, _ in pairs], [*live, x_BCE] if with_input else live, [dx for _, dx in pairs])
         if dy is not None:
             dx_BCE = grads.pop()
             assert dx_BCE is not None
-            run.dy.stash(i, next(dy) + dx_BCE)
+            assert run.dy is not None
+            run.dy.stash(i, dy.next() + dx_BCE)
         run.sums.add(parameters, grads)
+
+    replays = run.ranks.ahead(partial(replay, i) for i in run.falling)
+    for i in run.falling:
+        finish(i, *next(replays))
+    inputs.done()
+    if dy is not None:
+        dy.done()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -53,6 +53,14 @@ class PendingPair(Protocol):
     """Two tensors on their way."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
+        """Them, once compute may use them."""
+        ...
+
+
+class PendingTensors(Protocol):
+    """Tensors on their way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
         """Them, once compute may use them."""
         ...
 
@@ -120,20 +128,20 @@ class Ranks(Protocol):
         """Queries, keys or values (B, heads, own tokens, D) to (B, own heads, rows, D); differentiable."""
         ...
 
-    def start_to_tokens(self, o: Tensor) -> Any:
+    def start_to_tokens(self, o: Tensor) -> PendingTensors | None:
         """`to_tokens` of an output that is known before its node is there: under way, for `to_tokens` to take."""
         ...
 
-    def to_tokens(self, o: Tensor, coming: Any = None) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
         """Outputs (B, own heads, rows, D) to (B, heads, own tokens, D); differentiable."""
         ...
 
-    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """What calls return, in their order; while one waits in an exchange above, the next goes on."""
+    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
+        """Make calls, one after another; while one waits in an exchange above, the next goes on."""
         ...
 
     def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """The same; while what one returned is differentiated, its exchanges let the next go on."""
+        """What calls return, in their order; while that is differentiated, its exchanges let the next call go on."""
         ...
 
     def own_heads(self, x: Tensor) -> Tensor:
@@ -183,17 +191,18 @@ class Alone:
     def start_to_tokens(self, o: Tensor) -> None:
         """See `Ranks.start_to_tokens`."""
 
-    def to_tokens(self, o: Tensor, coming: None = None) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
         """See `Ranks.to_tokens`."""
         return o
 
-    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
         """See `Ranks.side_by_side`."""
-        return one_by_one(calls)
+        for call in calls:
+            call()
 
     def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         """See `Ranks.ahead`."""
-        return one_by_one(calls)
+        return (call() for call in calls)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""
@@ -206,11 +215,6 @@ class Alone:
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
         return x
-
-
-def one_by_one(calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What calls return, each made when it is wanted."""
-    return (call() for call in calls)
 
 
 def padded_length(seq_len: int, size: int) -> int:

@@ -17,7 +17,7 @@ from trunkline.config import Progress, StreamConfig
 from trunkline.decoder import Batch, Decoder
 from trunkline.gradients import GradientSums
 from trunkline.keeping import INNER, Layout
-from trunkline.ranks import Ranks
+from trunkline.ranks import PendingTensors, Ranks
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores
 
@@ -90,17 +90,21 @@ class Run:
         """
         rows, ranks = self.rows[chunk.index], self.ranks
 
-        o = None if known is None else known(rows)
-        coming = None if o is None else ranks.start_to_tokens(o)
+        early = self._send(known, rows)  # in a list, to be let go once it is used
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q, k, v = ranks.to_heads(q, k, v)
-            o = ranks.to_tokens(core(rows, q, k, v, scale), coming)
+            o = ranks.to_tokens(core(rows, q, k, v, scale), early.pop() if early else None)
             self.conditions.seed(layer, chunk.index, half=1)
             return o
 
         self.conditions.seed(layer, chunk.index)
         return self.decoder.layer(layer, x_BCE, self.batch, chunk, attend)
+
+    def _send(self, known: Callable[[Chunk], Tensor | None] | None, rows: Chunk) -> list[PendingTensors]:
+        o = None if known is None else known(rows)
+        coming = None if o is None else self.ranks.start_to_tokens(o)
+        return [] if coming is None else [coming]
 
     def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, float]:
         """What a core is called with for a chunk, and nothing that follows."""

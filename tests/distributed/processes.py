@@ -41,7 +41,7 @@ class Rank(NamedTuple):
 
     process: BaseProcess
     result: Connection
-    store: TCPStore
+    store: TCPStore | None
 
 
 def _rank(rank: int, environment: dict[str, str], to: Connection, function: Callable[..., Any], *args: Any) -> None:
@@ -57,23 +57,32 @@ def _rank(rank: int, environment: dict[str, str], to: Connection, function: Call
             torch.distributed.destroy_process_group()
 
 
-def start(world: int, function: Callable[..., Any], *args: Any) -> list[Rank]:
-    """Processes that run `function(*args)` as ranks of one job."""
+def start(world: int, function: Callable[..., Any], *args: Any, launcher: bool = True) -> list[Rank]:
+    """Processes that run `function(*args)` as ranks of one job.
+
+    Args:
+        world: how many.
+        function: of a module.
+        args: of it.
+        launcher: whether the store in which ranks meet is here, as under torchrun; else rank 0 has it.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(launcher),
     }
+    if not launcher:
+        del store  # its port is free now
     started = []
     for rank in range(world):
         mine, theirs = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(target=_rank, args=(rank, environment, theirs, function, *args), daemon=True)
         process.start()
         theirs.close()
-        started.append(Rank(process, mine, store))
+        started.append(Rank(process, mine, store if launcher else None))
     return started
 
 

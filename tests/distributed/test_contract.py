@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from oracle import tokens
+from oracle import collect, tokens
 
 import trunkline
 from distributed.processes import outcomes, run, start
@@ -111,18 +111,61 @@ def test_other_weights_are_refused() -> None:
     assert run(2, other_weights)[0].startswith("rank 1 holds other weights")
 
 
+def interrupted(degrees: dict[str, int]) -> tuple[list[str], float, float]:
+    """All ranks leave a sweep with an error, or evaluate within one, and go on."""
+    ids, wish, said, losses = tokens(1, 61), "", list[str](), list[float]()
+
+    def progress(position: Progress) -> None:
+        nonlocal wish
+        if (position.part, position.layer, position.chunk) != (wish.split()[0] if wish else "", 1, 2):
+            return
+        evaluates, wish = wish.endswith("evaluate"), ""
+        if not evaluates:
+            raise ValueError(f"no more of {position.part}")
+        with torch.no_grad():
+            losses.append(float(model(input_ids=ids, labels=ids).loss))
+
+    def step(wanted: str) -> dict[str, torch.Tensor]:
+        nonlocal wish
+        model.zero_grad()
+        wish = wanted
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss))
+        return collect(model)
+
+    mesh = trunkline.init_mesh(**degrees)
+    model = trunkline.stream(build("llama", torch.float32), mesh=mesh, chunk_size=8, progress=progress)
+    steps = [step("")]
+    for part in ("forward", "backward"):
+        try:
+            step(part)
+        except ValueError as error:
+            said.append(str(error))
+    steps += [step(f"{part} evaluate") for part in ("forward", "backward")]
+    worst = max(float((other[name] - x).abs().max()) for other in steps for name, x in steps[0].items())
+    return said, worst, max(losses) - min(losses)
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+def test_a_sweep_that_is_left_or_interrupted(degrees: dict[str, int]) -> None:
+    for said, *differences in run(2, interrupted, degrees):
+        assert said == ["no more of forward", "no more of backward"]
+        assert differences == [0, 0]
+
+
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def fail(how: str, folder: str, log: str) -> None:
-    """Train until rank 1 fails in the middle of its second backward."""
+def fail(how: str, folder: str, log: str, failing: int) -> None:
+    """Train until a rank fails in the middle of its second backward."""
     rank, seen = int(os.environ["RANK"]), 0
     os.dup2(os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
     def progress(position: Progress) -> None:
         nonlocal seen
         seen += position.part == "backward" and position.layer == 1 and position.chunk == 2
-        if rank == 1 and seen == 2:
+        if rank == failing and seen == 2:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the disk is on fire")
@@ -133,9 +176,21 @@ def fail(how: str, folder: str, log: str) -> None:
         for _ in range(3):
             model(input_ids=ids, labels=ids).loss.backward()
     except RuntimeError:
-        if how == "lives on" and rank == 1:
+        if how == "lives on" and rank == failing:
             time.sleep(60)
         raise
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_is_killed_where_rank_0_has_the_store(failing: int, tmp_path: Path) -> None:
+    """Started by something else than torchrun."""
+    begun = time.monotonic()
+    started = start(2, fail, "killed", str(tmp_path), str(tmp_path / "stderr"), failing, launcher=False)
+    found = outcomes(started)
+    assert time.monotonic() - begun < 30
+    kind, text, _ = found[1 - failing][1]
+    assert kind == "RankError"
+    assert "another rank is gone: it was killed, or ran out of memory" in text
 
 
 @pytest.mark.parametrize("how", ["raises", "killed", "lives on"])
@@ -143,7 +198,7 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, tmp_path: Path) -> No
     begun = time.monotonic()
     scratch, log = tmp_path / "scratch", tmp_path / "stderr"
     scratch.mkdir()
-    started = start(2, fail, how, str(scratch), str(log))
+    started = start(2, fail, how, str(scratch), str(log), 1)
     if how == "lives on":
         started[0].process.join(30)
         assert started[0].process.exitcode == 1

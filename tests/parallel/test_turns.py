@@ -6,6 +6,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,37 +16,41 @@ from trunkline.parallel.turns import Turns
 _name = contextvars.ContextVar("_name", default=-1)
 
 
-def calls(turns: Turns, done: list[str], count: int, pauses: int = 2) -> Iterator[Callable[[], int]]:
+def calls(turns: Turns, done: list[str], pauses: list[int]) -> Iterator[Callable[[], Any]]:
+    """One call for each, which pauses so often."""
+
     def call(number: int) -> int:
-        for piece in "ABC"[:pauses]:
+        for piece in "ABC"[: pauses[number]]:
             done.append(f"{piece}{number}")
             turns.pause()
-        done.append(f"{'ABC'[pauses]}{number}")
+        done.append(f"{'ABC'[pauses[number]]}{number}")
         return number
 
-    return (partial(call, number) for number in range(count))
+    return (partial(call, number) for number in range(len(pauses)))
 
 
 @pytest.mark.parametrize(
-    ("pauses", "count", "order"),
+    ("pauses", "order"),
     [
-        (2, 5, "A0 A1 B0 B1 C0 A2 C1 A3 B2 B3 C2 A4 C3 B4 C4"),
-        (1, 4, "A0 A1 B0 A2 B1 A3 B2 B3"),
-        (0, 3, "A0 A1 A2"),
-        (2, 1, "A0 B0 C0"),
-        (2, 0, ""),
+        ([2] * 5, "A0 A1 B0 B1 C0 A2 C1 A3 B2 B3 C2 A4 C3 B4 C4"),
+        ([1] * 4, "A0 A1 B0 A2 B1 A3 B2 B3"),
+        ([0] * 3, "A0 A1 A2"),
+        ([2, 0, 1], "A0 A1 A2 B0 B2 C0"),
+        ([2], "A0 B0 C0"),
+        ([], ""),
     ],
 )
-def test_two_calls_take_turns(pauses: int, count: int, order: str) -> None:
+def test_two_calls_take_turns(pauses: list[int], order: str) -> None:
     """Each piece but those at the ends has one of another call before the next of its own."""
-    turns, done = Turns(), list[str]()
-    assert list(turns.side_by_side(calls(turns, done, count, pauses))) == list(range(count))
+    turns, done = Turns("cpu"), list[str]()
+    with turns.scope():
+        turns.side_by_side(calls(turns, done, pauses))
     assert " ".join(done) == order
 
 
 def test_the_next_call_goes_on_meanwhile() -> None:
-    turns, done, results = Turns(), list[str](), list[int]()
-    for number in turns.ahead(calls(turns, done, 3)):
+    turns, done, results = Turns("cpu"), list[str](), list[int]()
+    for number in turns.ahead(calls(turns, done, [2] * 3)):
         results.append(number)
         done.append("use")
         turns.meanwhile()
@@ -56,14 +61,14 @@ def test_the_next_call_goes_on_meanwhile() -> None:
 
 
 def test_outside_a_call_nothing_pauses() -> None:
-    turns = Turns()
+    turns = Turns("cpu")
     turns.pause()
     turns.meanwhile()
-    assert next(calls(turns, [], 1))() == 0
+    assert next(calls(turns, [], [2]))() == 0
 
 
 def test_every_call_has_its_own_modes_and_context() -> None:
-    turns = Turns()
+    turns = Turns("cpu")
 
     def call(number: int) -> tuple[bool, bool, torch.dtype, int]:
         token = _name.set(number)
@@ -77,7 +82,8 @@ def test_every_call_has_its_own_modes_and_context() -> None:
 
     before = torch.get_autocast_dtype("cpu")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for number, found in enumerate(turns.side_by_side(partial(call, number) for number in range(4))):
+        for number, found in enumerate(turns.ahead(partial(call, number) for number in range(4))):
+            turns.meanwhile()
             assert found == (number % 2 == 0, number < 2, torch.float16, number)
             assert not torch.is_grad_enabled()
             assert torch.is_autocast_enabled("cpu")
@@ -88,7 +94,7 @@ def test_every_call_has_its_own_modes_and_context() -> None:
 
 
 def test_an_error_ends_what_is_under_way() -> None:
-    turns, ended = Turns(), list[int]()
+    turns, ended = Turns("cpu"), list[int]()
 
     def call(number: int) -> None:
         try:
@@ -97,31 +103,68 @@ def test_an_error_ends_what_is_under_way() -> None:
                 raise OSError("disk")
         finally:
             ended.append(number)
+            if number == 1:
+                raise RuntimeError("while it ended")
 
-    with pytest.raises(OSError, match="disk"):
-        list(turns.side_by_side(partial(call, number) for number in range(3)))
-    assert ended == [0]
-    with torch.no_grad():
-        turns.close()
-        assert not torch.is_grad_enabled()
+    with torch.no_grad(), pytest.raises(OSError, match="disk") as raised, turns.scope():
+        turns.side_by_side(partial(call, number) for number in range(3))
+    assert "RuntimeError: while it ended" in raised.value.__notes__[0]
     assert ended == [0, 1]
-    assert list(turns.side_by_side(calls(turns, [], 2))) == [0, 1]
+    done = list[str]()
+    turns.side_by_side(calls(turns, done, [1, 1]))
+    assert " ".join(done) == "A0 A1 B0 B1"
 
 
 def test_an_abandoned_call_ahead_is_ended() -> None:
-    turns, done = Turns(), list[str]()
-    ahead = turns.ahead(calls(turns, done, 3))
-    assert next(ahead) == 0
+    turns, done, ended = Turns("cpu"), list[str](), list[bool]()
+
+    def call() -> None:
+        try:
+            turns.pause()
+        finally:
+            ended.append(torch.is_grad_enabled())
+
+    def sweep() -> None:
+        ahead = turns.ahead([*calls(turns, done, [0]), call])
+        assert next(ahead) == 0
+        turns.meanwhile()
+        assert not ended
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), turns.scope():
+        sweep()
+    assert ended == [True]
+    assert not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
     turns.meanwhile()
-    turns.close()
-    turns.meanwhile()
-    assert " ".join(done) == "A0 B0 C0 A1"
+
+
+def test_calls_within_calls() -> None:
+    """What runs inside a call, or while one is ahead, has turns of its own."""
+    turns, done = Turns("cpu"), list[str]()
+
+    def outer(number: int) -> int:
+        turns.pause()
+        with turns.scope():
+            turns.side_by_side(calls(turns, done, [1, 1]))
+            assert list(turns.ahead(calls(turns, done, [0, 0]))) == [0, 1]
+        turns.pause()
+        return number
+
+    with turns.scope():
+        turns.side_by_side((lambda number=number: done.append(f"outer {outer(number)}")) for number in range(2))
+        for number in turns.ahead(partial(outer, number) for number in range(2)):
+            turns.meanwhile()
+            done.append(f"ahead {number}")
+    inner = ["A0", "A1", "B0", "B1", "A0", "A1"]
+    assert done == [*inner, *inner, "outer 0", "outer 1", *inner, "ahead 0", *inner, "ahead 1"]
 
 
 def test_another_thread_leaves_a_call_alone() -> None:
     """Autograd may differentiate in a thread of its own: then nothing goes on meanwhile, and nothing fails."""
-    turns, done = Turns(), list[str]()
-    ahead = turns.ahead(calls(turns, done, 2))
+    turns, done = Turns("cpu"), list[str]()
+    ahead = turns.ahead(calls(turns, done, [2] * 2))
     assert next(ahead) == 0
     thread = threading.Thread(target=turns.meanwhile)
     thread.start()

@@ -230,7 +230,7 @@ class Core:
         self, chunk: Chunk, q: Tensor, own: Pair, scale: float, *, differentiated: bool
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a chunk in the backward sweep."""
-        if not self._known:
+        if not self.keep_attention:
             return self._attend(chunk, q, own, scale, chunk if differentiated else self._before(chunk))
         o, lse = self._known.popleft()
         return o, lse
@@ -317,36 +317,36 @@ class Core:
     ) -> Iterator[Rectangle]:
         """What one chunk of queries meets, one kernel call each, its own keys last.
 
-        Args:
-            chunk: which.
-            q: its queries.
-            own: its keys and values.
-            longest: most keys in a call.
-            following: the chunk that this will be called for next.
+        `longest` is the most keys in a call, `following` the chunk that this will be called for next.
         """
         assert self._kernel is not None
-        if self._gather is not None:  # what is gathered is let go with its call: it does not grow with the sequence
-            longest = max(1, SPAN // self._gather.size)
-        resident, last = chunk.index < self.num_resident, (chunk.start, chunk.stop)
-        earlier = self._spans(chunk, q, longest)
-        if resident and earlier and self._kernel.bottom_right and self._gather is None:
-            *earlier, (start, _) = earlier
-            last = start, chunk.stop
-        met = self._earlier(chunk, earlier)
-        if self._gather is None:
-            yield from met
-        own_met = (
-            Rectangle(*self._kv.span(*last), causal=True, span=last)
-            if resident
-            else Rectangle(*own, causal=True, streamed=chunk)
-        )
-        if self._gather is None:
-            yield own_met
+        if self._gather is not None:
+            yield from self._gathered_rectangles(chunk, q, own, following)
             return
+        earlier, start = self._spans(chunk, q, longest), chunk.start
+        if chunk.index < self.num_resident and earlier and self._kernel.bottom_right:
+            *earlier, (start, _) = earlier
+        yield from self._earlier(chunk, earlier)
+        yield self._last(chunk, own, start)
+
+    def _gathered_rectangles(self, chunk: Chunk, q: Tensor, own: Pair, following: Chunk | None) -> Iterator[Rectangle]:
+        """The same where ranks hold keys in parts; what is gathered does not grow with the sequence."""
+        assert self._kernel is not None
+        assert self._gather is not None
+        longest = max(1, SPAN // self._gather.size)
         if self._gathered is None:
             self._gathered = Gathered(self._gather, bottom_right=self._kernel.bottom_right)
-        then = None if following is None else self._earlier(following, self._spans(following, q, longest))
-        yield from self._gathered.of_chunk(met, own_met, then)
+
+        def earlier(chunk: Chunk) -> Iterator[Rectangle]:
+            return self._earlier(chunk, self._spans(chunk, q, longest))
+
+        yield from self._gathered.of_chunk(chunk, self._last(chunk, own, chunk.start), earlier, following)
+
+    def _last(self, chunk: Chunk, own: Pair, start: int) -> Rectangle:
+        """The rectangle of a chunk's own keys, and of those before them from `start` on."""
+        if chunk.index < self.num_resident:
+            return Rectangle(*self._kv.span(start, chunk.stop), causal=True, span=(start, chunk.stop))
+        return Rectangle(*own, causal=True, streamed=chunk)
 
     def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[tuple[int, int]]:
         """The spans of the buffers that are before a chunk."""

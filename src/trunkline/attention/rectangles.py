@@ -9,7 +9,7 @@ the causal half.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -60,25 +60,31 @@ class Gathered:
         self._begun: tuple[Iterator[Rectangle], _Coming | None] | None = None  # of the chunk that follows
 
     def of_chunk(
-        self, earlier: Iterator[Rectangle], own: Rectangle, following: Iterator[Rectangle] | None
+        self,
+        chunk: Chunk,
+        own: Rectangle,
+        earlier: Callable[[Chunk], Iterator[Rectangle]],
+        following: Chunk | None,
     ) -> Iterator[Rectangle]:
         """Those of one chunk of queries.
 
         Args:
-            earlier: this rank's, of earlier keys.
+            chunk: which.
             own: this rank's, of the chunk's own keys.
-            following: `earlier` of the chunk that this will be called for next, whose first is sent for beforehand.
+            earlier: gives this rank's of the keys before a chunk.
+            following: the chunk that this will be called for next, whose first is sent for beforehand.
         """
-        earlier, coming = (earlier, None) if self._begun is None else self._begun
-        for met in itertools.chain(earlier, [own]):
-            next_coming = self._send_for(met)
+        rest, coming = (earlier(chunk), None) if self._begun is None else self._begun
+        self._begun = None  # every piece is let go with its call
+        for met in itertools.chain(rest, [own]):
+            ahead = self._send_for(met)
             if coming is not None:
                 yield from self._cut(coming)
-            coming = next_coming
-        self._begun = None
+            coming = ahead
         if following is not None:
-            first = next(following, None)
-            self._begun = following, None if first is None else self._send_for(first)
+            rest = earlier(following)
+            first = next(rest, None)
+            self._begun = rest, None if first is None else self._send_for(first)
         assert coming is not None
         yield from self._cut(coming)
 

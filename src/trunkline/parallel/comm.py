@@ -42,7 +42,7 @@ class Pending:
 
     tensor: Tensor
     work: dist.Work | None
-    sent: Tensor  # in use until then
+    sent: Tensor | None  # in use until then
     traffic: Traffic
     start: float
 
@@ -54,7 +54,7 @@ class Pending:
             now = time.perf_counter()
             self.traffic.exposed += now - before
             self.traffic.busy += now - self.start
-            self.work = None
+            self.work = self.sent = None
         return self.tensor
 
 

@@ -21,8 +21,8 @@ from trunkline.parallel.comm import Comm, from_everyone
 from trunkline.parallel.gather import Gather
 from trunkline.parallel.mesh import SEQUENCE, degrees_of
 from trunkline.parallel.turns import Turns
-from trunkline.parallel.ulysses import Tokens, Ulysses
-from trunkline.ranks import Agreement, KeyValueGather, T, one_by_one
+from trunkline.parallel.ulysses import Ulysses
+from trunkline.ranks import Agreement, Alone, KeyValueGather, PendingTensors, T
 
 
 class MeshRanks:
@@ -39,7 +39,8 @@ class MeshRanks:
         self.size = self.degrees.sp * self.degrees.cp
         coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         self._sp, self._cp, self._dp = coordinate["sp"], coordinate["cp"], coordinate["dp"]
-        self._turns = Turns()
+        self._alone = Alone()
+        self._turns = Turns(mesh.device_type)
         self._ulysses = (
             Ulysses(Comm(mesh["sp"].get_group(), self.traffic), self._turns) if self.degrees.sp > 1 else None
         )
@@ -59,11 +60,8 @@ class MeshRanks:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """See `Ranks.guarded`."""
-        try:
-            with alarm.guarded():
-                yield
-        finally:
-            self._turns.close()
+        with self._turns.scope(), alarm.guarded():
+            yield
 
     def own(self, chunk: Chunk) -> Chunk:
         """See `Ranks.own`."""
@@ -79,21 +77,21 @@ class MeshRanks:
         """See `Ranks.to_heads`."""
         return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
 
-    def start_to_tokens(self, o: Tensor) -> Tokens | None:
+    def start_to_tokens(self, o: Tensor) -> PendingTensors | None:
         """See `Ranks.start_to_tokens`."""
         return None if self._ulysses is None else self._ulysses.start_output(o)
 
-    def to_tokens(self, o: Tensor, coming: Tokens | None = None) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
         """See `Ranks.to_tokens`."""
         return o if self._ulysses is None else self._ulysses.to_tokens(o, coming)
 
-    def side_by_side(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
         """See `Ranks.side_by_side`."""
-        return one_by_one(calls) if self._ulysses is None else self._turns.side_by_side(calls)
+        (self._alone if self._ulysses is None else self._turns).side_by_side(calls)
 
     def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         """See `Ranks.ahead`."""
-        return one_by_one(calls) if self._ulysses is None else self._turns.ahead(calls)
+        return (self._alone if self._ulysses is None else self._turns).ahead(calls)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""

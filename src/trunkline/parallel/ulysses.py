@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
 from trunkline.parallel.turns import Turns
+from trunkline.ranks import PendingTensors
 
 
 class Ulysses:
@@ -43,7 +44,7 @@ class Ulysses:
         given: tuple[Tensor, ...] = _ToHeads.apply(self, coming, *tensors)  # type: ignore[no-untyped-call]
         return given
 
-    def to_tokens(self, o: Tensor, coming: Tokens | None = None) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
         """An output (B, own heads, size * T, D) to (B, heads, T, D) of this rank's tokens; it may be under way."""
         if coming is None:
             coming = self.start_output(o.detach())
@@ -152,7 +153,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, coming: Tokens, o: Tensor) -> Tensor:
+    def forward(ctx: Any, ulysses: Ulysses, coming: PendingTensors, o: Tensor) -> Tensor:
         ctx.ulysses = ulysses
         return coming.wait()[0]
 

@@ -1,0 +1,72 @@
+"""What a chunk meets where ranks hold keys in parts."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trunkline.attention.rectangles import Gathered, Rectangle
+from trunkline.chunking import Chunk, split
+
+PART = 4
+
+
+class Gather:
+    """Brings together what two ranks hold, the other's being zeros, and remembers what is still there of it."""
+
+    size, rank = 2, 1
+
+    def __init__(self) -> None:
+        self.sent: list[weakref.ref[Tensor]] = []
+
+    def gather(self, k: Tensor, v: Tensor) -> Pending:
+        pair = torch.cat([torch.zeros_like(k), k], 2), torch.cat([torch.zeros_like(v), v], 2)
+        self.sent.append(weakref.ref(pair[0]))
+        return Pending(pair)
+
+    def scatter(self, dk: Tensor, dv: Tensor) -> Pending:
+        raise NotImplementedError
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(each() is not None for each in self.sent)
+
+
+class Pending:
+    def __init__(self, pair: tuple[Tensor, Tensor]) -> None:
+        self.pair = pair
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        return self.pair
+
+
+def test_pieces_are_let_go_with_their_call() -> None:
+    """Two are there at a time, of chunks that follow one another too, and all keys are met in their order."""
+    chunks, gather = split(6 * PART, PART), Gather()
+    keys = torch.arange(6.0 * PART).reshape(1, 1, -1, 1)
+    gathered = Gathered(gather, bottom_right=False)
+
+    def span(start: int, stop: int, *, causal: bool) -> Rectangle:
+        k = keys[:, :, start:stop]
+        return Rectangle(k, k, causal=causal, span=(start, stop))
+
+    def earlier(chunk: Chunk) -> Iterator[Rectangle]:
+        return (span(start, start + PART, causal=False) for start in range(0, chunk.start, PART))
+
+    for chunk in chunks:
+        met, most = [], 0
+        own = span(chunk.start, chunk.stop, causal=True)
+        following = chunks[chunk.index + 1] if chunk.index < 5 else None
+        for rectangle in gathered.of_chunk(chunk, own, earlier, following):
+            most = max(most, gather.alive)
+            met += [key for key in rectangle.k.flatten().tolist() if key]
+            del rectangle
+        assert met == list(range(1, chunk.stop)) if chunk.start else met == [1, 2, 3]
+        assert most <= 2
+    assert len(gather.sent) == 1 + 2 + 3 + 4 + 5 + 6
+    assert gather.alive == 0
