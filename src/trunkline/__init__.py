@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trunkline.config import Progress, StreamConfig
+    from trunkline.parallel.alarm import RankError
     from trunkline.parallel.mesh import init_mesh
     from trunkline.parallel.norm import clip_grad_norm_
     from trunkline.parallel.sharding import no_sync, shard
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Meters", "Progress", "Rehearsal", "StreamConfig", "clip_grad_norm_", "init_mesh", "no_sync", "read_meters",
-    "rehearse", "shard", "stream", "unstream",
+    "Meters", "Progress", "RankError", "Rehearsal", "StreamConfig", "clip_grad_norm_", "init_mesh", "no_sync",
+    "read_meters", "rehearse", "shard", "stream", "unstream",
 ]  # fmt: skip
 
 _HOME = {
     "Meters": "trunkline.tiers.meters",
     "Progress": "trunkline.config",
+    "RankError": "trunkline.parallel.alarm",
     "Rehearsal": "trunkline.plan.rehearsal",
     "StreamConfig": "trunkline.config",
     "clip_grad_norm_": "trunkline.parallel.norm",

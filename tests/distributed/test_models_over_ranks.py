@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 from families import build
 from oracle import Gradients, collect, cross_entropy, plain, relative_error, tokens, total_error
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 import trunkline
 from distributed.processes import run
@@ -336,6 +338,39 @@ def test_copies_and_adapters_put_on_after_stream() -> None:
         assert max(errors) < 1e-8
 
 
+def saved(degrees: dict[str, int], zero: int, folder: str) -> list[bool]:
+    """Whether what every rank's `save_pretrained` left is the model, and its adapters."""
+    found = []
+    for adapters in (False, True):
+        model = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
+        if adapters and "tp" in degrees:
+            continue
+        if adapters:
+            torch.manual_seed(3)
+            model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        expected = {name: x.clone() for name, x in model.state_dict().items()}
+        streamed(degrees, zero, model)
+        model.save_pretrained(f"{folder}/{adapters}")
+        again: Any = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
+        if adapters:
+            again = PeftModel.from_pretrained(again, f"{folder}/{adapters}")
+        else:
+            again = AutoModelForCausalLM.from_pretrained(f"{folder}/{adapters}", dtype="auto")
+        found += [bool(torch.equal(x, expected[name])) for name, x in again.state_dict().items()]
+        assert len(again.state_dict()) == len(expected)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero"), [({"sp": 2}, 3), ({"dp": 2}, 2), ({"cp": 2}, 0), ({"tp": 2}, 0)], ids=["3", "2", "0", "tp"]
+)
+def test_save_pretrained_writes_whole_weights(degrees: dict[str, int], zero: int, tmp_path: Path) -> None:
+    for found in run(2, saved, degrees, zero, str(tmp_path)):
+        assert found
+        assert all(found)
+    assert json.loads((tmp_path / "False/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
 def norms_of_heads() -> list[float]:
     """Before, while and after it is streamed, also over two backward passes into one gradient."""
     mesh = trunkline.init_mesh(tp=2)
@@ -393,6 +428,8 @@ def refusals() -> list[str]:
         model(input_ids=ids, labels=ids).loss.backward()
         raise KeyError
     trunkline.unstream(model)  # an error drops what waits
+    late = get_peft_model(trunkline.shard(build("llama"), mesh), LoraConfig(target_modules=["q_proj"]))
+    refused(trunkline.stream, late, mesh=mesh)
     return said
 
 
@@ -403,6 +440,7 @@ def test_refusals_name_the_setting_and_the_mend() -> None:
         "sharded already", "give 0, 2 or 3", "no effect with zero=0", "call trunkline.unstream(model) first",
         "give the mesh that trunkline.init_mesh returns", "must divide 2", "give a number above 0",
         "give stream() the mesh, too", "give stream() the mesh, too", "run a backward outside it first",
+        "put adapters (LoRA) on the model first",
     ]  # fmt: skip
     assert len(said) == len(expected)
     for text, part in zip(said, expected, strict=True):

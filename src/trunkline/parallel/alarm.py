@@ -150,7 +150,10 @@ def _reason(error: BaseException) -> str | None:
             return said
         time.sleep(0.05)
     first = str(error).strip().splitlines()[0]
-    return f"another rank is gone: it was killed, or ran out of memory; its own output says more ({first})"
+    return (
+        "another rank has ended: it had fewer batches, failed outside the model, was killed, or ran out of memory; its "
+        f"own output says more ({first})"
+    )
 
 
 def heed_termination() -> None:

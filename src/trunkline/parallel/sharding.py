@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from trunkline.parallel.group import flat, require_same_weights
 from trunkline.parallel.hooks import Hooks
 from trunkline.parallel.mesh import degrees_of, heads_of
+from trunkline.parallel.saving import save_whole
 from trunkline.parallel.tensor import Partial as PartialModules
 from trunkline.parallel.tensor import parallelize
 from trunkline.structure import SHARDING, base_model, find_layers, parameters_outside
@@ -44,8 +45,11 @@ def shard(
 ) -> M:
     """Spread a model's parameters over the ranks of a mesh, in place; then `trunkline.stream(model, mesh=mesh)`.
 
-    Every rank must hold the same weights. Along tp, matrices are cut by transformers' own plan. Along all other axes
-    parameters, gradients and optimizer state are cut by FSDP2 (`fully_shard`), one group a layer.
+    Every rank must hold the same weights. Adapters go on before, optimizers are made after: parameters are other
+    tensors then. `save_pretrained` becomes a call that every rank makes, and rank 0 writes.
+
+    Along tp, matrices are cut by transformers' own plan. Along all other axes parameters, gradients and optimizer state
+    are cut by FSDP2 (`fully_shard`), one group a layer.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one; not streamed yet.
@@ -100,6 +104,8 @@ def shard(
         base.to(torch.device("cuda", torch.cuda.current_device()))
     sharding = Sharding(base, mesh, zero=zero, reduce_dtype=reduce_dtype, wholes=wholes, partial=partial, hooks=hooks)
     object.__setattr__(base, SHARDING, sharding)
+    for each in {id(base): base, id(model): model}.values():
+        save_whole(each)
     return model
 
 
@@ -113,6 +119,7 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
     if known is not None:
         if known.mesh is not mesh and known.mesh != mesh:
             raise ValueError("stream() was given another mesh than shard(): use one mesh for both.")
+        known.check()
         return known
     degrees = degrees_of(mesh)
     degrees.check_heads(*heads_of(model))
@@ -230,6 +237,19 @@ class Sharding:
     def other_parameters(self) -> list[Parameter]:
         """See `Decoder.other_parameters`."""
         return self._other_parameters if self._sharded else parameters_outside(self._model, self._layers)
+
+    def check(self) -> None:
+        """Refuse parameters that `shard` has not seen.
+
+        Raises:
+            ValueError: there are some, adapters perhaps.
+        """
+        new = [name for name, p in self._model.named_parameters() if self._sharded and p not in self._names]
+        if new:
+            raise ValueError(
+                f"{len(new)} parameters ({new[0]}, …) came after trunkline.shard(), which has not cut them: put "
+                "adapters (LoRA) on the model first, then shard() and stream() it."
+            )
 
     def begin(self) -> None:
         """Before a forward: nothing that was gathered before is used."""

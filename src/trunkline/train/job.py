@@ -13,13 +13,14 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import trunkline
 from trunkline.parallel import alarm
 from trunkline.parallel.mesh import Degrees, degrees_of
+from trunkline.parallel.saving import whole_state_dict
+from trunkline.train.models import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 
@@ -134,8 +135,7 @@ class Job:
         if self.mesh is None:
             return model, None
         with alarm.guarded():
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            found: dict[str, Any] = get_model_state_dict(model, options=options)
+            found = whole_state_dict(model)
         with torch.device("meta"):
             blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
         blank.generation_config = model.generation_config
@@ -168,6 +168,7 @@ def _join(recipe: Recipe) -> Job:
             f"device: '{recipe.device}' names one device, and there are {world_size} processes, each with its own: set "
             "device to cuda."
         )
+    resolve_device(recipe.device)
     device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
     mesh = trunkline.init_mesh(dp=parallel.dp, sp=parallel.sp, cp=parallel.cp, tp=parallel.tp,
                                device_type=device_type, timeout=_START)  # fmt: skip

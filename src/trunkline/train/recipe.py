@@ -112,6 +112,14 @@ class ParallelSection(_Section):
     )
     offload: bool = Field(default=False, description="parameters and optimizer state rest in host memory")
 
+    @model_validator(mode="after")
+    def _offload_of_what_is_cut(self) -> Self:
+        if self.offload and self.zero == 0:
+            raise ValueError(
+                "parallel.offload has no effect with parallel.zero 0, which cuts nothing: set zero to 2 or 3"
+            )
+        return self
+
 
 class Recipe(_Section):
     """All settings of one training run."""
