@@ -67,6 +67,7 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
         f"  metrics.jsonl  {len(steps)} lines: loss, gradient norm, speed, FLOPs, memory, seconds of each part",
         "  recipe.yaml    every setting of this run, defaults filled in",
+        *(["  logs/          what the other processes wrote, a file each"] if processes > 1 else []),
         "",
         "Next, for example:",
     ]
