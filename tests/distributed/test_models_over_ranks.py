@@ -1,8 +1,7 @@
-"""What else must hold over ranks: tiers, micro-batches, precision, adapters, evaluation, and what is refused."""
+"""What else must hold over ranks: tiers, micro-batches, precision, adapters, evaluation, saving."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ from families import build
 from oracle import Gradients, collect, cross_entropy, plain, relative_error, tokens, total_error
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -392,70 +390,3 @@ def norms_of_heads() -> list[float]:
 def test_norms_of_queries_and_keys_under_tp_are_reduced_once() -> None:
     for errors in run(2, norms_of_heads):
         assert max(errors) < 1e-6, errors
-
-
-# -- refused ---------------------------------------------------------------------------------------------------------
-
-
-def refusals() -> list[str]:
-    mesh = trunkline.init_mesh(dp=2)
-    said = []
-
-    def refused(call: Any, *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(ValueError, match=r"\w") as error:
-            call(*args, **kwargs)
-        said.append(str(error.value))
-
-    refused(trunkline.stream, nn.parallel.DistributedDataParallel(build("llama", torch.float32)), mesh=mesh)
-    refused(trunkline.stream, fully_shard(build("llama", torch.float32)), mesh=mesh)
-    model = trunkline.shard(build("llama", torch.float32), mesh)
-    refused(trunkline.stream, model)
-    refused(trunkline.shard, model, mesh)
-    refused(trunkline.shard, build("llama"), mesh, zero=1)
-    refused(trunkline.shard, build("llama"), mesh, zero=0, offload=True)
-    refused(trunkline.shard, trunkline.stream(build("llama")), mesh)
-    refused(trunkline.stream, build("llama"), mesh="cuda")
-    refused(trunkline.init_mesh, sp=3)
-    refused(trunkline.clip_grad_norm_, model, 0.0)
-    refused(trunkline.stream, trunkline.stream(build("llama"), mesh=mesh))
-    refused(trunkline.stream, trunkline.shard(build("llama"), mesh, zero=0))
-    model = trunkline.stream(model, mesh=mesh)
-    ids = tokens(1, 9)
-    with trunkline.no_sync(model):
-        model(input_ids=ids, labels=ids).loss.backward()
-    refused(trunkline.unstream, model)
-    with contextlib.suppress(KeyError), trunkline.no_sync(model):
-        model(input_ids=ids, labels=ids).loss.backward()
-        raise KeyError
-    trunkline.unstream(model)  # an error drops what waits
-    late = get_peft_model(trunkline.shard(build("llama"), mesh), LoraConfig(target_modules=["q_proj"]))
-    refused(trunkline.stream, late, mesh=mesh)
-    return said
-
-
-def test_refusals_name_the_setting_and_the_mend() -> None:
-    said = run(2, refusals)[0]
-    expected = [
-        "mesh=trunkline.init_mesh()", "call trunkline.shard(model, mesh) instead", "give stream() the mesh, too",
-        "sharded already", "give 0, 2 or 3", "no effect with zero=0", "call trunkline.unstream(model) first",
-        "give the mesh that trunkline.init_mesh returns", "must divide 2", "give a number above 0",
-        "give stream() the mesh, too", "give stream() the mesh, too", "run a backward outside it first",
-        "put adapters (LoRA) on the model first",
-    ]  # fmt: skip
-    assert len(said) == len(expected)
-    for text, part in zip(said, expected, strict=True):
-        assert part in text
-
-
-def cut_heads(degrees: dict[str, int], heads: dict[str, int]) -> str:
-    mesh = trunkline.init_mesh(**degrees)
-    with pytest.raises(ValueError, match="heads") as error:
-        trunkline.stream(build("llama", **heads), mesh=mesh)
-    return str(error.value)
-
-
-def test_heads_that_cannot_be_cut() -> None:
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 24}
-    text = run(2, cut_heads, {"sp": 2}, heads)[0]
-    assert "sp=2 does not divide 3 query and 3 key/value heads (world size 2)" in text
-    assert "cp=2" in text
