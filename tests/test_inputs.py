@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no input_ids": ({"input_ids": None}, "input_ids must be token ids of shape"),
     "1-D input_ids": ({"input_ids": IDS[0]}, r"input_ids must be .*got \(20,\)"),
     "empty input_ids": ({"input_ids": IDS[:, :0]}, "at least one each"),
-    "float input_ids": ({"input_ids": IDS.float()}, "input_ids must be token ids"),
+    "float input_ids": ({"input_ids": IDS.float()}, r"input_ids must be .* of an integer dtype; got .* torch.float32"),
     "labels of another shape": ({"labels": IDS[:, 1:]}, r"labels must be whole numbers of the shape .* \(2, 20\), not"),
     "shift_labels of another shape": ({"shift_labels": IDS[0]}, "shift_labels must be whole numbers of the shape"),
     "float labels": ({"labels": IDS.float()}, r"labels must be whole numbers .* not torch.float32"),

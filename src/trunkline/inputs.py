@@ -54,8 +54,11 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
             raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
     ids_BS = given.get("input_ids")
     if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
-        shape = tuple(ids_BS.shape) if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
-        raise ValueError(f"input_ids must be token ids of shape (batch, sequence), at least one each; got {shape}.")
+        got = f"{tuple(ids_BS.shape)}, {ids_BS.dtype}" if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
+        raise ValueError(
+            "input_ids must be token ids of shape (batch, sequence), at least one each, of an integer dtype; got "
+            f"{got}."
+        )
     _check_range("input_ids", ids_BS, vocab_size)
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
     position_ids = _positions(given.get("position_ids"), ids_BS, lengths_B)
