@@ -35,8 +35,8 @@ class Rank(NamedTuple):
     Attributes:
         process: the process.
         result: what it returned or raised comes over this.
-        store: where the job's ranks find one another. Held by what starts them, as torchrun's agent does: held by
-            rank 0 it would end with that rank, also while another is still connecting.
+        store: where the job's ranks find one another. Held by what starts them, as torchrun does: held by rank 0 it
+            would end with that rank, also while another is still connecting. None where rank 0 has it all the same.
     """
 
     process: BaseProcess
