@@ -1,8 +1,10 @@
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkline.chunking import spans, split
+from trunkline.chunking import Chunk, spans, split, zigzag, zigzag_meetings
 
 
 @given(seq_len=st.integers(1, 300), chunk_size=st.integers(1, 400))
@@ -22,6 +24,36 @@ def test_spans_cover_and_are_even(stop: int, limit: int) -> None:
     assert all(0 < size <= limit for size in sizes)
     assert not sizes or max(sizes) - min(sizes) <= 1
     assert len(pieces) == -(-stop // limit)
+
+
+def tokens_of(chunk: Chunk) -> list[int]:
+    return [token for start, stop in chunk.ranges for token in range(start, stop)]
+
+
+@given(size=st.integers(1, 5), parts=st.integers(1, 5), units=st.integers(1, 3), start=st.integers(0, 50))
+def test_ranks_share_a_chunk_and_its_causal_work(size: int, parts: int, units: int, start: int) -> None:
+    length = units * (parts if size == 1 else size * math.lcm(2, parts))
+    chunk = Chunk(3, start, start + length)
+    own = {(r, p): zigzag(chunk, r, size, p, parts) for r in range(size) for p in range(parts)}
+    assert all(len(tokens_of(each)) == len(each) == length // (size * parts) for each in own.values())
+    assert all(tokens_of(each) == sorted(tokens_of(each)) and each.index == 3 for each in own.values())
+    by_rank = [[token for p in range(parts) for token in tokens_of(own[r, p])] for r in range(size)]
+    assert sorted(token for each in by_rank for token in each) == list(range(start, start + length))
+    assert all(each == sorted(each) for each in by_rank)  # so that a rank's parts are its rows in their order
+    assert len({sum(each) for each in by_rank}) == 1  # keys that a rank's rows meet
+
+
+@given(size=st.integers(2, 5), width=st.integers(1, 4))
+def test_rows_of_a_rank_meet_the_keys_before_them_once(size: int, width: int) -> None:
+    chunk = Chunk(0, 0, 2 * width * size)
+    for rank in range(size):
+        places = tokens_of(zigzag(chunk, rank, size))
+        met: list[tuple[int, int]] = []
+        for rows, keys, causal in zigzag_meetings(len(places), rank, size):
+            own = places if rows is None else places[rows]
+            assert not causal or own == list(range(keys.start, keys.stop))
+            met += [(row, key) for row in own for key in range(keys.start, keys.stop) if not causal or key <= row]
+        assert sorted(met) == [(row, key) for row in places for key in range(row + 1)]
 
 
 def test_nothing_to_cut_is_refused() -> None:

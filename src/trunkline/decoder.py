@@ -53,26 +53,29 @@ class Batch:
 
     def ids(self, chunk: Chunk) -> Tensor:
         """Token ids of a chunk, (B, C)."""
-        ids_BC = self.input_ids_BS[:, chunk.start : chunk.stop]
+        ids_BC = _of(self.input_ids_BS, chunk)
         missing = len(chunk) - ids_BC.shape[1]
         return F.pad(ids_BC, (0, missing)) if missing else ids_BC
 
     def positions(self, chunk: Chunk) -> Tensor:
         """Position ids of a chunk, (1, C) or (B, C); padding has the last token's."""
-        last = self.seq_len - 1
-        if self.position_ids is None and chunk.stop <= self.seq_len:
-            return torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device)[None]
-        at = torch.arange(chunk.start, chunk.stop, device=self.input_ids_BS.device).clamp_max(last)
-        if self.position_ids is None:
-            return at[None]
-        if chunk.stop <= self.seq_len:
-            return self.position_ids[:, chunk.start : chunk.stop]
-        return self.position_ids[:, at]
+        if self.position_ids is not None and chunk.stop <= self.seq_len:
+            return _of(self.position_ids, chunk)
+        at = torch.cat([torch.arange(*range_, device=self.input_ids_BS.device) for range_ in chunk.ranges])
+        if chunk.stop > self.seq_len:
+            at = at.clamp_max(self.seq_len - 1)
+        return at[None] if self.position_ids is None else self.position_ids[:, at]
 
     @property
     def last_position(self) -> int:
         """The highest position id."""
         return self.seq_len - 1 if self.position_ids is None else int(self.position_ids.max())
+
+
+def _of(x_BS: Tensor, chunk: Chunk) -> Tensor:
+    """What a chunk has of the tokens that are there; a view where these are consecutive."""
+    parts = [x_BS[:, start:stop] for start, stop in chunk.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 class Decoder(Protocol):

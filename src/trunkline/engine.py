@@ -40,15 +40,13 @@ def forward_sweep(run: Run, layer: int, *, differentiate: bool) -> None:
     attend: CoreCall = core.forward if isinstance(core, Core) else core.recall
     known = None if isinstance(core, Core) else core.recalled
     kept = differentiate and layout.position(layer) == 0
-    inputs = run.inputs[layer].read(run.rising, take=not kept)
     outputs = run.sequence(layout.input(layer + 1))
 
-    def one(chunk: Chunk) -> None:
+    def one(chunk: Chunk, x_BCE: Tensor) -> None:
         run.report("forward", layer, chunk.index, len(run.chunks))
-        outputs.stash(chunk.index, run.apply(layer, inputs.next(), chunk, attend, known))
+        outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
 
-    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
-    inputs.done()
+    run.upwards(layer, one, take=not kept)
     core.end_forward()
     run.cores.append(core if differentiate else None)
     run.inputs.append(outputs)
@@ -97,16 +95,13 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
     """Have the keys/values that a backward sweep needs: those kept, or computed again but for the last chunk's."""
     if core.restore():
         return
-    earlier = run.chunks[:-1]
-    inputs = run.inputs[layer].read(range(len(earlier)))
 
-    def one(chunk: Chunk) -> None:
+    def one(chunk: Chunk, x_BCE: Tensor) -> None:
         run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        k, v = run.keys_values(layer, inputs.next(), chunk)
+        k, v = run.keys_values(layer, x_BCE, chunk)
         core.put(run.rows[chunk.index], k, v)
 
-    run.ranks.side_by_side(partial(one, chunk) for chunk in earlier)
-    inputs.done()
+    run.upwards(layer, one, chunks=run.chunks[:-1])
 
 
 def regenerate(run: Run, group: range) -> None:
@@ -134,15 +129,13 @@ def _forward_again(run: Run, layer: int, group: range) -> ChunkedSequence:
             halves.attend(run, layer, core)
         attend, known = core.recall, core.recalled
     core.keep_all()
-    inputs = run.inputs[layer].read(run.rising)
     outputs = run.sequence(run.layout.input(layer + 1))
 
-    def one(chunk: Chunk) -> None:
+    def one(chunk: Chunk, x_BCE: Tensor) -> None:
         run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        outputs.stash(chunk.index, run.apply(layer, inputs.next(), chunk, attend, known))
+        outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
 
-    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
-    inputs.done()
+    run.upwards(layer, one)
     core.end_forward()
     return outputs
 
@@ -241,7 +234,7 @@ def forward(
     other_parameters = [p for p in decoder.other_parameters if p.requires_grad]
     differentiate = torch.is_grad_enabled() and batch.targets is not None
     differentiate = differentiate and bool(other_parameters or any(layer_parameters))
-    chunks = split(padded_length(batch.seq_len, ranks.size), padded_length(config.chunk_tokens(device), ranks.size))
+    chunks = split(*(padded_length(n, ranks.granule) for n in (batch.seq_len, config.chunk_tokens(device))))
     own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
     everything = [*decoder.other_parameters, *(p for layer in decoder.layer_parameters for p in layer)]
     reread = [*everything, batch.input_ids_BS, batch.position_ids] if differentiate else []

@@ -21,13 +21,11 @@ from trunkline.run import Run
 
 def attend(run: Run, layer: int, core: HeadGroupsCore) -> None:
     """The first half of a layer, and all its attention; the layer's inputs stay."""
-    inputs = run.inputs[layer].read(run.rising)
 
-    def one(chunk: Chunk) -> None:
-        core.project(run.rows[chunk.index], *run.project(layer, inputs.next(), chunk))
+    def one(chunk: Chunk, x_BCE: Tensor) -> None:
+        core.project(run.rows[chunk.index], *run.project(layer, x_BCE, chunk))
 
-    run.ranks.side_by_side(partial(one, chunk) for chunk in run.chunks)
-    inputs.done()
+    run.upwards(layer, one)
     core.attend()
 
 

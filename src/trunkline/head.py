@@ -38,15 +38,19 @@ class Tile:
     @property
     def within(self) -> slice:
         """Where the tile is in its chunk."""
-        return slice(self.start - self.chunk.start, self.stop - self.chunk.start)
+        before = self.chunk.start
+        if self.chunk.gap is not None and self.start >= self.chunk.gap[1]:
+            before += self.chunk.gap[1] - self.chunk.gap[0]
+        return slice(self.start - before, self.stop - before)
 
 
 def cut(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
     """Cut chunks into tiles of at most `tile_tokens` tokens of a row."""
     return [
-        Tile(chunk, start, min(start + tile_tokens, chunk.stop))
+        Tile(chunk, at, min(at + tile_tokens, stop))
         for chunk in chunks
-        for start in range(chunk.start, chunk.stop, tile_tokens)
+        for start, stop in chunk.ranges
+        for at in range(start, stop, tile_tokens)
     ]
 
 

@@ -1,8 +1,8 @@
 """What the engine knows of the ranks that share a sequence: which tokens are its own, and three exchanges.
 
-The tokens of a chunk are cut evenly over the ranks of a group, in their order. Attention is cut otherwise: by heads
-over some ranks, and by query rows over others (`trunkline.parallel` has both; the paper's section 3.2 and DeepSpeed
-Ulysses the first). `Alone` is the group of one, where nothing is cut and nothing exchanged.
+The tokens of a chunk are cut evenly over the ranks of a group. Attention is cut otherwise: by heads over some ranks,
+and by query rows over others (`trunkline.parallel` has both; the paper's section 3.2 and DeepSpeed Ulysses the first).
+`Alone` is the group of one, where nothing is cut and nothing exchanged.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ class Ranks(Protocol):
     @property
     def size(self) -> int:
         """Ranks that the tokens of a chunk are cut over."""
+        ...
+
+    @property
+    def granule(self) -> int:
+        """Tokens that divide a chunk which can be cut evenly."""
         ...
 
     @property
@@ -160,7 +165,7 @@ class Ranks(Protocol):
 class Alone:
     """A rank with a sequence of its own."""
 
-    size = 1
+    size = granule = 1
     salt = 0
     gather = None
     traffic = None
@@ -217,6 +222,6 @@ class Alone:
         return x
 
 
-def padded_length(seq_len: int, size: int) -> int:
+def padded_length(seq_len: int, granule: int) -> int:
     """Tokens of a sequence with what it takes to cut it evenly: at the end, where nobody attends to it."""
-    return -(-seq_len // size) * size
+    return -(-seq_len // granule) * granule

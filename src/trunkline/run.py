@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -54,11 +55,6 @@ class Run:
         return Layout(self.config, self.decoder.num_layers, first, self.head_groups)
 
     @property
-    def rising(self) -> range:
-        """Chunks as a forward sweep meets them."""
-        return range(len(self.chunks))
-
-    @property
     def falling(self) -> range:
         """Chunks as a backward sweep meets them."""
         return range(len(self.chunks) - 1, -1, -1)
@@ -76,6 +72,31 @@ class Run:
             return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
 
+    def upwards(
+        self,
+        layer: int,
+        work: Callable[[Chunk, Tensor], None],
+        *,
+        chunks: list[Chunk] | None = None,
+        take: bool = False,
+    ) -> None:
+        """Go through chunks in rising order, side by side where ranks exchange something on the way.
+
+        Args:
+            layer: whose inputs are read.
+            work: is given a chunk and its input, and has done with it what is to be done when it returns.
+            chunks: which; None for all.
+            take: the inputs are not wanted again.
+        """
+        chunks = self.chunks if chunks is None else chunks
+        inputs = self.inputs[layer].read([chunk.index for chunk in chunks], take=take)
+
+        def one(chunk: Chunk) -> None:
+            work(chunk, inputs.next())
+
+        self.ranks.side_by_side(partial(one, chunk) for chunk in chunks)
+        inputs.done()
+
     def apply(
         self, layer: int, x_BCE: Tensor, chunk: Chunk, core: CoreCall, known: Callable[[Chunk], Tensor | None] | None
     ) -> Tensor:
@@ -89,7 +110,6 @@ class Run:
             known: gives the output of attention where the core knows it beforehand: it is on its way early, then.
         """
         rows, ranks = self.rows[chunk.index], self.ranks
-
         early = self._send(known, rows)  # in a list, to be let go once it is used
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trunkline.attention.merge import merge_
+from trunkline.attention.merge import Merged, merge_
 
 
 @pytest.mark.parametrize("gap", [0.0, 3.0, -3.0, 88.0, -89.0, 1e3, -1e3, 1e30])
@@ -33,6 +35,28 @@ def test_merge_does_not_lose_precision_with_the_number_of_parts() -> None:
     assert float((o[0].double() - expected).norm() / expected.norm()) < 2e-6
     # Rounded at each of 1,024 merges to half a unit in the last place of about 7.4: a random walk of 32 steps' length.
     assert abs(float(lse) - float(torch.logsumexp(scores, 0))) < 32 * 2.4e-7
+
+
+@given(calls=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=6))
+def test_calls_of_some_of_the_rows(calls: list[tuple[int, int, bool]]) -> None:
+    """Whatever rows each call is of, a row's result is the softmax over all keys that it met."""
+    torch.manual_seed(0)
+    rows = [None if whole else slice(start, min(start + length, 6)) for start, length, whole in calls] + [slice(0, 6)]
+    merged, scores, values = Merged(6), torch.full((len(rows), 6), -torch.inf), torch.randn(len(rows), 1, 1, 6, 2)
+    for i, at in enumerate(rows):
+        within = slice(None) if at is None else at
+        scores[i, within] = 20 * torch.randn(6)[within]
+        merged.add(at, values[i, :, :, within].clone(), scores[i, within].reshape(1, 1, -1).clone())
+    o, lse = merged.result()
+    torch.testing.assert_close(lse[0, 0], torch.logsumexp(scores, 0))
+    torch.testing.assert_close(o[0, 0], torch.einsum("nc,ncd->cd", torch.softmax(scores, 0), values[:, 0, 0]))
+
+
+def test_a_row_without_keys_is_an_error() -> None:
+    merged = Merged(3)
+    merged.add(slice(1, 3), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2))
+    with pytest.raises(AssertionError, match="no keys"):
+        merged.result()
 
 
 def test_half_precision_accumulators_are_an_error() -> None:

@@ -34,7 +34,7 @@ class Rank(NamedTuple):
 
     Attributes:
         process: the process.
-        result: what it returned or raised comes over this.
+        result: what it returned or raised comes over this; a rank that returned leaves once this is closed.
         store: where the job's ranks find one another. Held by what starts them, as torchrun does: held by rank 0 it
             would end with that rank, also while another is still connecting. None where rank 0 has it all the same.
     """
@@ -49,6 +49,7 @@ def _rank(rank: int, environment: dict[str, str], to: Connection, function: Call
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         to.send((True, function(*args)))
+        to.poll(None)  # another rank may still be in a collective with this one: all leave together
     except BaseException as error:
         to.send((False, (type(error).__name__, str(error), traceback.format_exc())))
         raise SystemExit(1) from None
@@ -78,7 +79,7 @@ def start(world: int, function: Callable[..., Any], *args: Any, launcher: bool =
         del store  # its port is free now
     started = []
     for rank in range(world):
-        mine, theirs = _CONTEXT.Pipe(duplex=False)
+        mine, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(target=_rank, args=(rank, environment, theirs, function, *args), daemon=True)
         process.start()
         theirs.close()
@@ -104,6 +105,8 @@ def outcomes(ranks: Sequence[Rank], timeout: float = 120) -> list[tuple[bool, An
             except EOFError:
                 found[rank] = (False, None)
     for each in ranks:
+        each.result.close()
+    for each in ranks:
         each.process.join(30)
         assert each.process.exitcode is not None, "a process did not end"
     return found
@@ -119,5 +122,5 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 2
     failed = [what for good, what in found if not good]
     if failed:
         own = [what for what in failed if what is not None and what[0] != "RankError"]
-        raise RankFailedError((own or failed)[0][2] if (own or failed)[0] is not None else "a rank was killed")
+        raise RankFailedError("\n".join("a rank was killed" if what is None else what[2] for what in own or failed))
     return [what for _, what in found]

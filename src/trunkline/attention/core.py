@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
-from trunkline.attention.merge import merge_
+from trunkline.attention.merge import Merged
 from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.rectangles import Gathered, Rectangle, Returns
 from trunkline.chunking import Chunk, spans
@@ -257,13 +257,11 @@ class Core:
     ) -> tuple[Tensor, Tensor]:
         assert self._kernel is not None
         q_compute = q.to(own[0].dtype)
-        o: Tensor | None = None
-        lse: Tensor | None = None
+        merged = Merged(q.shape[2])
         for met in self._rectangles(chunk, q, own, None, following):
-            part, part_lse = self._kernel.forward(q_compute, met.k, met.v, causal=met.causal, scale=scale)
-            o, lse = (part, part_lse) if o is None or lse is None else merge_(o.to(lse.dtype), lse, part, part_lse)
-        assert o is not None
-        assert lse is not None
+            part = self._kernel.forward(met.take(q_compute), met.k, met.v, causal=met.causal, scale=scale)
+            merged.add(met.rows, *part)
+        o, lse = merged.result()
         return o.to(q.dtype), lse
 
     def _gradient(
@@ -281,8 +279,15 @@ class Core:
         dq: Tensor | None = None
         sums: Pair | None = None
         for met in self._rectangles(chunk, q, own, SPAN, self._before(chunk)):
-            part, *pair = kernel.backward(do, q, met.k, met.v, o, lse, causal=met.causal, scale=scale)
-            dq = part.to(lse.dtype) if dq is None else dq.add_(part)
+            q_part, o_part, lse_part = met.take(q), met.take(o), met.take(lse).contiguous()
+            part, *pair = kernel.backward(
+                met.take(do), q_part, met.k, met.v, o_part, lse_part, causal=met.causal, scale=scale
+            )
+            if dq is None and met.rows is None:
+                dq = part.to(lse.dtype)
+            else:
+                dq = torch.zeros_like(q, dtype=lse.dtype) if dq is None else dq
+                met.take(dq).add_(part)
             for to, (dk, dv) in [(met, pair)] if returns is None else returns.add(met, (pair[0], pair[1])):
                 sums = self._add(chunk, to, dk, dv, lse.dtype)
         for to, (dk, dv) in () if returns is None else returns.rest():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,3 +28,67 @@ def merge_(o_BHCD: Tensor, lse_BHC: Tensor, other_BHCD: Tensor, other_lse_BHC: T
     gap_BHC = other_lse_BHC - lse_BHC
     o_BHCD.lerp_(other_BHCD.to(o_BHCD.dtype), torch.sigmoid(gap_BHC)[..., None])
     return o_BHCD, lse_BHC - F.logsigmoid(-gap_BHC)
+
+
+class Merged:
+    """Attention of query rows, from kernel calls over disjoint keys, each of which may be of some of the rows.
+
+    Args:
+        rows: how many there are; each must come up at least once.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._o: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._met: list[tuple[int, int]] = []  # rows that have come up, in order
+
+    def add(self, rows: slice | None, o: Tensor, lse: Tensor) -> None:
+        """Merge a call.
+
+        Args:
+            rows: which rows it is of; None for all.
+            o: output (B, H, rows, D); overwritten where it is the first of all.
+            lse: log-sum-exp (B, H, rows), fp32 or wider.
+        """
+        if self._o is None or self._lse is None:
+            if rows is None:
+                self._o, self._lse, self._met = o, lse, [(0, self._rows)]
+                return
+            self._o = o.new_empty(*o.shape[:2], self._rows, o.shape[3], dtype=lse.dtype)
+            self._lse = lse.new_empty(*lse.shape[:2], self._rows)
+        self._o = self._o.to(self._lse.dtype)
+        if rows is None and self._met == [(0, self._rows)]:
+            self._o, self._lse = merge_(self._o, self._lse, o, lse)
+            return
+        first, stop = (0, self._rows) if rows is None else (rows.start, rows.stop)
+        for start, end, known in list(self._cut(first, stop)):
+            at, within = slice(start, end), slice(start - first, end - first)
+            if known:
+                _, self._lse[:, :, at] = merge_(
+                    self._o[:, :, at], self._lse[:, :, at], o[:, :, within], lse[:, :, within]
+                )
+            else:
+                self._o[:, :, at] = o[:, :, within]
+                self._lse[:, :, at] = lse[:, :, within]
+                self._met = sorted([*self._met, (start, end)])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output (B, H, rows, D), and log-sum-exp (B, H, rows)."""
+        assert self._o is not None
+        assert self._lse is not None
+        assert sum(stop - start for start, stop in self._met) == self._rows, "a row has met no keys"
+        return self._o, self._lse
+
+    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Rows in pieces (start, stop, whether they have come up before)."""
+        for first, end in self._met:
+            if first >= stop:
+                break
+            if end > start:
+                if first > start:
+                    yield start, first, False
+                yield max(start, first), min(end, stop), True
+                start = min(end, stop)
+        if start < stop:
+            yield start, stop, False

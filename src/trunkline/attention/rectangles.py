@@ -2,8 +2,8 @@
 
 There, a span of a rank's own keys stands for the same span of every rank: all are brought together for the call, the
 next on their way meanwhile, and the gradients of all are summed over ranks and cut again. The order of earlier keys
-means nothing to attention. Of a chunk's own keys a rank's rows meet those of the ranks before it, and of its own part
-the causal half.
+means nothing to attention. A chunk's own keys are put in their order, of which a rank has two slices
+(`trunkline.chunking.zigzag`): the rows of each meet the slices before it, and of its own the causal half.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trunkline.attention.pairs import Pair
-from trunkline.chunking import Chunk
+from trunkline.chunking import Chunk, Meeting, zigzag_meetings
 from trunkline.ranks import KeyValueGather, PendingPair
 
 _Coming: TypeAlias = "tuple[Rectangle, PendingPair]"
@@ -30,20 +30,28 @@ class Rectangle:
     Attributes:
         k: (B, K, T, D).
         v: the same.
-        causal: whether the last of them are the chunk's own.
+        causal: whether the last of them are the rows' own.
+        rows: which rows of the chunk meet them; None for all.
         span: their place in the buffers; None for a chunk that is streamed.
         streamed: that chunk.
         first: where they begin in what was gathered.
         length: keys that were gathered; 0 where nothing is.
+        in_order: whether what was gathered has been put in the order of the sequence.
     """
 
     k: Tensor
     v: Tensor
     causal: bool
+    rows: slice | None = None
     span: tuple[int, int] | None = None
     streamed: Chunk | None = None
     first: int = 0
     length: int = 0
+    in_order: bool = False
+
+    def take(self, x: Tensor) -> Tensor:
+        """Its rows of something (B, heads, C, …)."""
+        return x if self.rows is None else x[:, :, self.rows]
 
 
 class Gathered:
@@ -94,15 +102,32 @@ class Gathered:
     def _cut(self, coming: _Coming) -> Iterator[Rectangle]:
         met, pair = coming
         k, v = pair.wait()
-        length, part = k.shape[2], met.k.shape[2]
+        length = k.shape[2]
         if not met.causal:
             yield replace(met, k=k, v=v, length=length)
             return
-        start, stop = self._gather.rank * part, (self._gather.rank + 1) * part
-        if start and not self._bottom_right:
-            yield replace(met, k=k[:, :, :start], v=v[:, :, :start], causal=False, length=length)
-        first = 0 if self._bottom_right else start
-        yield replace(met, k=k[:, :, first:stop], v=v[:, :, first:stop], first=first, length=length)
+        k, v = (_in_order(x, self._gather.size) for x in (k, v))
+        meetings = zigzag_meetings(met.k.shape[2], self._gather.rank, self._gather.size)
+        for rows, keys, causal in _joined(meetings) if self._bottom_right else meetings:
+            yield replace(met, k=k[:, :, keys], v=v[:, :, keys], causal=causal, rows=rows, first=keys.start,
+                          length=length, in_order=True)  # fmt: skip
+
+
+def _in_order(x: Tensor, size: int) -> Tensor:
+    """Keys (B, K, T, D), rank by rank, each rank's two slices, in the order of the sequence."""
+    first, last = x.reshape(*x.shape[:2], size, 2, -1, x.shape[3]).unbind(3)  # (B, K, size, slice, D) each
+    return torch.cat([first, last.flip(2)], 2).flatten(2, 3)
+
+
+def _by_ranks(x: Tensor, size: int) -> Tensor:
+    """The other way."""
+    first, last = x.reshape(*x.shape[:2], 2, size, -1, x.shape[3]).unbind(2)
+    return torch.stack([first, last.flip(2)], 3).flatten(2, 4)
+
+
+def _joined(meetings: list[Meeting]) -> list[Meeting]:
+    """One call for all that the same rows meet, where a causal call may have more keys than rows."""
+    return [Meeting(rows, slice(0, keys.stop), causal) for rows, keys, causal in meetings if causal]
 
 
 class Returns:
@@ -144,6 +169,8 @@ class Returns:
         yield from self._arrived()
         assert self._met is not None
         assert self._sums is not None
+        if self._met.in_order:
+            self._sums = _by_ranks(self._sums[0], self._gather.size), _by_ranks(self._sums[1], self._gather.size)
         self._coming = self._met, self._gather.scatter(*self._sums)
         self._met = self._sums = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from trunkline.chunking import Chunk
+from trunkline.chunking import Chunk, zigzag
 from trunkline.decoder import Batch
 from trunkline.lanes import Traffic
 from trunkline.parallel import alarm
@@ -37,10 +38,12 @@ class MeshRanks:
         self.degrees = degrees_of(mesh)
         self.traffic = Traffic()
         self.size = self.degrees.sp * self.degrees.cp
+        # Rows over cp are cut in two slices a rank, which sp cuts again.
+        self.granule = self.degrees.sp if self.degrees.cp == 1 else self.degrees.cp * math.lcm(2, self.degrees.sp)
         coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
         self._sp, self._cp, self._dp = coordinate["sp"], coordinate["cp"], coordinate["dp"]
-        self._alone = Alone()
         self._turns = Turns(mesh.device_type)
+        self._order: Alone | Turns = self._turns if self.degrees.sp > 1 else Alone()
         self._ulysses = (
             Ulysses(Comm(mesh["sp"].get_group(), self.traffic), self._turns) if self.degrees.sp > 1 else None
         )
@@ -65,9 +68,7 @@ class MeshRanks:
 
     def own(self, chunk: Chunk) -> Chunk:
         """See `Ranks.own`."""
-        part = len(chunk) // self.size
-        start = chunk.start + (self._cp * self.degrees.sp + self._sp) * part
-        return Chunk(chunk.index, start, start + part)
+        return zigzag(chunk, self._cp, self.degrees.cp, self._sp, self.degrees.sp)
 
     def rows(self, chunk: Chunk) -> Chunk:
         """See `Ranks.rows`."""
@@ -87,11 +88,11 @@ class MeshRanks:
 
     def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
         """See `Ranks.side_by_side`."""
-        (self._alone if self._ulysses is None else self._turns).side_by_side(calls)
+        self._order.side_by_side(calls)
 
     def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         """See `Ranks.ahead`."""
-        return (self._alone if self._ulysses is None else self._turns).ahead(calls)
+        return self._order.ahead(calls)
 
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""
@@ -105,7 +106,14 @@ class MeshRanks:
         if self._sequence is None:
             return x_BCE
         parts = self._sequence.all_gather(x_BCE.contiguous()).wait()
-        return torch.cat(list(parts), dim=1)
+        sp, cp = self.degrees.sp, self.degrees.cp
+        chunk = Chunk(0, 0, self.size * x_BCE.shape[1])
+        out = x_BCE.new_empty(x_BCE.shape[0], len(chunk), *x_BCE.shape[2:])
+        for rank, part in enumerate(parts):
+            ranges = zigzag(chunk, rank // sp, cp, rank % sp, sp).ranges
+            for (start, stop), piece in zip(ranges, part.split([b - a for a, b in ranges], 1), strict=True):
+                out[:, start:stop] = piece
+        return out
 
     def require_same(self, what: object, name: str) -> None:
         """See `Ranks.require_same`."""

@@ -16,12 +16,12 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-T = TypeVar("T")
+from trunkline.ranks import T
 
 
 class _Turn(greenlet):
