@@ -19,7 +19,7 @@ import trunkline
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
 
 
-COPIES = {("attention", "kv"): [100, 149], ("attention",): [100, 209], ("kv",): [100, 149], (): [100, 209]}
+COPIES = {("attention", "kv"): [99, 149], ("attention",): [99, 209], ("kv",): [99, 149], (): [99, 209]}
 ALLOCATIONS = {("attention", "kv"): [18, 35], ("attention",): [18, 41], ("kv",): [18, 35], (): [18, 41]}
 
 

@@ -26,6 +26,8 @@ RIGHT[0, -3:] = 0
 HOLE = ONES.clone()
 HOLE[0, 5] = 0
 RESTART = torch.cat([torch.arange(12), torch.arange(8)])[None]
+JUMP = torch.cat([torch.arange(12), torch.arange(30, 38)])[None]
+COMES_BACK = torch.tensor([0] * 5 + [1] * 5 + [0] * 10)[None]
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no input_ids": ({"input_ids": None}, "input_ids must be token ids of shape"),
@@ -44,9 +46,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "left padding": ({"attention_mask": LEFT}, "padding_side='right'"),
     "mask with a hole": ({"attention_mask": HOLE}, "masks with holes"),
     "4-D mask": ({"attention_mask": torch.ones(2, 1, 20, 20)}, "attention_mask must be of the shape of input_ids"),
-    "packed documents": ({"position_ids": RESTART}, "packed documents, which are not supported yet"),
+    "positions that jump": (
+        {"position_ids": JUMP},
+        "go from 11 to 30 at token 12: they must rise by 1 .* document_ids",
+    ),
+    "planes of positions that differ": (
+        {"position_ids": torch.stack([RESTART, RESTART, RESTART + 1])},
+        "differ between their planes",
+    ),
+    "documents that come back": ({"document_ids": COMES_BACK}, "document_ids comes back to a number in row 0"),
+    "documents of another shape": ({"document_ids": IDS[:, 1:]}, "document_ids must be whole numbers of shape"),
+    "documents as a list": ({"document_ids": [0, 1]}, "document_ids must be .* got list"),
+    "documents that disagree": (
+        {"document_ids": COMES_BACK.clamp_min(0) * 0, "position_ids": RESTART},
+        "document_ids and position_ids say that",
+    ),
+    "lengths of one row": (
+        {"cu_seq_lens_q": torch.tensor([0, 20])},
+        "cu_seq_lens_q is of one row, and input_ids has 2",
+    ),
+    "lengths that do not end": (
+        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 12])},
+        "cu_seq_lens_q must rise from 0 to 20",
+    ),
     "position_ids as a list": ({"position_ids": [0, 1]}, "position_ids must be a tensor of shape .* not list"),
-    "a packed collator": ({"cu_seq_lens_q": IDS[0]}, "cu_seq_lens_q .* marks packed documents"),
     "router logits": ({"output_router_logits": True}, "output_router_logits .* auxiliary loss"),
     "padding without labels": ({"attention_mask": RIGHT}, "padding, and there are no labels"),
     "no labels in training": ({}, "no labels in training.*label_smoothing_factor"),

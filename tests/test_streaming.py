@@ -221,9 +221,9 @@ def test_attention_under_autocast_is_that_of_autocast(kernel: str, monkeypatch: 
 
     dtypes: set[torch.dtype] = set()
 
-    def resolve(device: Any, dtype: torch.dtype, *args: Any) -> Any:
+    def resolve(device: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
         dtypes.add(dtype)
-        return original(device, dtype, *args)
+        return original(device, dtype, *args, **kwargs)
 
     original = kernels.resolve
     monkeypatch.setattr("trunkline.attention.core.resolve", resolve)

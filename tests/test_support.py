@@ -11,6 +11,7 @@ from families import FAMILIES, build
 from oracle import check, plain, streamed, tokens
 from peft import AdaptionPromptConfig, get_peft_model
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import trunkline
 from trunkline.streaming import StreamedForward
@@ -44,11 +45,6 @@ def test_linear_attention_layers() -> None:
         moe_intermediate_size=16, shared_expert_intermediate_size=16,
     )  # fmt: skip
     refused(T.Qwen3NextForCausalLM(config), "Qwen3NextForCausalLM")
-
-
-def test_soft_cap() -> None:
-    config = T.Gemma2Config(**TINY, head_dim=8, sliding_window=4096)
-    refused(T.Gemma2ForCausalLM(config), "'softcap', which cannot be streamed yet")
 
 
 def test_encoders_bare_models_and_other_modules() -> None:
@@ -86,16 +82,19 @@ def test_a_layer_that_is_given_the_embedding() -> None:
     refused(model, "gives its layers more of the embedding than their input")
 
 
-def test_sliding_window_is_honoured_up_to_its_length_and_refused_beyond() -> None:
-    """Never silently full causal."""
-    model = build("mistral", sliding_window=24)
-    ids = tokens(1, 24)
-    expected = plain(model, ids, ids)
-    trunkline.stream(model, chunk_size=8)
-    check(streamed(model, ids, ids), expected, torch.float64)
-    with pytest.raises(ValueError, match=r"MistralForCausalLM does not let every token attend .* at 25 tokens"):
-        model(input_ids=tokens(1, 25), labels=tokens(1, 25))
-    refused(build("mistral", sliding_window=4), "sliding window")
+def test_a_mask_of_its_own() -> None:
+    """Neither causal nor a window nor chunks: tokens see every other one before them."""
+    model = build("llama")
+    create = modeling_llama.create_causal_mask
+
+    def every_other(*args: Any, **kwargs: Any) -> Any:
+        return create(*args, **kwargs, and_mask_function=lambda b, h, q, kv: (q - kv) % 2 == 0)
+
+    modeling_llama.create_causal_mask = every_other
+    try:
+        refused(model, "has a mask that is neither causal, nor a sliding window, nor attention chunks")
+    finally:
+        modeling_llama.create_causal_mask = create
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
@@ -124,8 +123,8 @@ def test_a_window_set_after_the_first_forward_and_positions_that_start_late() ->
     model = trunkline.stream(build("mistral"), chunk_size=8)
     model(input_ids=tokens(1, 40), labels=tokens(1, 40))
     model.config.sliding_window = 16
-    with pytest.raises(ValueError, match="sliding window"):
-        model(input_ids=tokens(1, 40), labels=tokens(1, 40))
+    check(streamed(model, tokens(1, 40), tokens(1, 40)), plain(trunkline.unstream(model), tokens(1, 40), tokens(1, 40)),
+          torch.float64)  # fmt: skip
     late = torch.arange(500, 520)[None]
     with pytest.raises(ValueError, match="512 learned positions and was given 520"):
         trunkline.stream(build("gpt2"), chunk_size=8)(input_ids=tokens(1, 20), labels=tokens(1, 20), position_ids=late)

@@ -7,7 +7,6 @@ has to divide anything: the last chunk is as long as what is left.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +81,17 @@ def zigzag(chunk: Chunk, rank: int, size: int, part: int = 0, parts: int = 1) ->
     return Chunk(chunk.index, at[0], at[1] + 1, gap)
 
 
-class Meeting(NamedTuple):
-    """Rows of a rank's part of a chunk (None for all), and keys of the chunk that they meet in one kernel call.
-
-    Where it is causal, the last of the keys are the rows' own.
-    """
-
-    rows: slice | None
-    keys: slice
-    causal: bool
-
-
-def zigzag_meetings(rows: int, rank: int, size: int) -> list[Meeting]:
-    """What a rank's rows of a chunk meet of the chunk's own keys, in squares and rectangles.
+def spans(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
+    """Cut tokens `start … stop - 1` of keys/values into the spans that one kernel call each takes.
 
     Args:
-        rows: of the rank, an even number.
-        rank: which, of `size`.
-        size: ranks, at least 2.
-    """
-    width = rows // 2
-    first, last = rank * width, (2 * size - 1 - rank) * width
-    lower, upper = slice(0, width), slice(width, rows)
-    before = [Meeting(None, slice(0, first), causal=False)] if rank else []
-    return [
-        *before,
-        Meeting(lower, slice(first, first + width), causal=True),
-        Meeting(upper, slice(first, last), causal=False),
-        Meeting(upper, slice(last, last + width), causal=True),
-    ]
-
-
-def spans(stop: int, limit: int) -> list[tuple[int, int]]:
-    """Cut tokens `0 … stop - 1` of keys/values into the spans that one kernel call each takes.
-
-    Args:
-        stop: tokens to cover; 0 gives no span.
+        start: the first token to cover.
+        stop: the one after the last; `start` gives no span.
         limit: most tokens in a span.
 
     Returns:
         (start, stop) pairs, as equal as whole tokens allow, so that no call is left with a sliver.
     """
-    count = -(-stop // limit)
-    return [(stop * i // count, stop * (i + 1) // count) for i in range(count)]
+    length = stop - start
+    count = -(-length // limit)
+    return [(start + length * i // count, start + length * (i + 1) // count) for i in range(count)]

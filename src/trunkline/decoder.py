@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
 
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # q, k, v, scale -> output, all (B, heads, C, D)
+Attend = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v, scoring -> output, all (B, heads, C, D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Batch:
         targets: the token that each position is to predict, or -100: (B, S), or (B, S-1) where the last predicts
             nothing; None for logits only.
         num_targets: what the sum of token losses is divided by, 0-dim.
+        documents: the first token of each document of a row, for each row, or one for all rows; documents never attend
+            to each other.
         divisor: what its gradients are divided by, 0-dim, where that counts the tokens of other batches, too; None for
             `num_targets`.
 
@@ -39,6 +42,7 @@ class Batch:
     targets: Tensor | None = None
     num_targets: Tensor | None = None
     divisor: Tensor | None = None
+    documents: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
     def seq_len(self) -> int:
@@ -61,7 +65,7 @@ class Batch:
         """Position ids of a chunk, (1, C) or (B, C); padding has the last token's."""
         if self.position_ids is not None and chunk.stop <= self.seq_len:
             return _of(self.position_ids, chunk)
-        at = torch.cat([torch.arange(*range_, device=self.input_ids_BS.device) for range_ in chunk.ranges])
+        at = _joined([torch.arange(start, stop, device=self.input_ids_BS.device) for start, stop in chunk.ranges], 0)
         if chunk.stop > self.seq_len:
             at = at.clamp_max(self.seq_len - 1)
         return at[None] if self.position_ids is None else self.position_ids[:, at]
@@ -74,8 +78,11 @@ class Batch:
 
 def _of(x_BS: Tensor, chunk: Chunk) -> Tensor:
     """What a chunk has of the tokens that are there; a view where these are consecutive."""
-    parts = [x_BS[:, start:stop] for start, stop in chunk.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return _joined([x_BS[:, start:stop] for start, stop in chunk.ranges], 1)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Decoder(Protocol):
@@ -142,11 +149,11 @@ class Decoder(Protocol):
 
     def projections(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """What a layer calls its attention with for one chunk, and nothing that follows.
 
         Returns:
-            Queries (B, H, C, D), keys and values (B, K, C, D), and the factor of the scores.
+            Queries (B, H, C, D), keys and values (B, K, C, D), and how scores become weights.
         """
         ...
 

@@ -7,6 +7,7 @@ backward; several may be outstanding. The two loops of the design are `forward_s
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,8 @@ from torch.nn import Parameter
 from trunkline import halves, head
 from trunkline.attention.core import Core
 from trunkline.attention.groups import HeadGroupsCore
+from trunkline.attention.scoring import Scoring
+from trunkline.attention.visibility import Reach
 from trunkline.chunking import Chunk, split
 from trunkline.conditions import Conditions
 from trunkline.config import StreamConfig
@@ -199,22 +202,29 @@ def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
     """How large everything is for one token of one row, with attention that gives zeros."""
     hidden, layers, num_kv_heads = x_BCE.nbytes, [], 0
     for layer in range(run.decoder.num_layers):
-        calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        calls: list[tuple[Tensor, Tensor, Tensor, Scoring]] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, calls: list[Any] = calls) -> Tensor:
-            calls.append((q, k, v))
+        def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, calls: list[Any] = calls) -> Tensor:
+            calls.append((q, k, v, scoring))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
         with run.decoder.present(layer):
             hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch.first_row, token, attend).nbytes)
-        q, k, v = (run.ranks.own_heads(x) for x in calls[0])
-        layers.append(Widths.of_attention(q, k, v, run.config.kernel))
+        *tensors, scoring = calls[0]
+        q, k, v = (run.ranks.own_heads(x) for x in tensors)
+        layers.append(Widths.of_attention(q, k, v, run.config.kernel, scoring.softcap))
         num_kv_heads = math.gcd(num_kv_heads, k.shape[1])
     return Widths(hidden, layers, num_kv_heads)
 
 
 def forward(
-    decoder: Decoder, config: StreamConfig, batch: Batch, conditions: Conditions, tiers: Tiers, ranks: Ranks
+    decoder: Decoder,
+    config: StreamConfig,
+    batch: Batch,
+    conditions: Conditions,
+    tiers: Tiers,
+    ranks: Ranks,
+    reaches: Sequence[Reach],
 ) -> tuple[Run, bool]:
     """All layers of a forward pass, up to the final hidden state.
 
@@ -225,6 +235,7 @@ def forward(
         conditions: under which it runs, and its replay.
         tiers: of the model.
         ranks: that share the sequence.
+        reaches: of each layer's attention.
 
     Returns:
         The run, its last entry of `inputs` being the final hidden state, and whether it can be differentiated.
@@ -240,7 +251,7 @@ def forward(
     reread = [*everything, batch.input_ids_BS, batch.position_ids] if differentiate else []
     watched = [(x, x._version) for x in reread if x is not None]
     run = Run(decoder, config, batch, conditions, ranks, own, rows, layer_parameters, other_parameters, watched,
-              Stores(tiers))  # fmt: skip
+              reaches, Stores(tiers))  # fmt: skip
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         if tiers.limited:
             place(run, differentiate=differentiate)

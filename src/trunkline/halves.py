@@ -52,15 +52,15 @@ def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:
     inputs = run.inputs[layer].read(run.falling, take=True)
     dy = run.dy.read(run.falling, take=True) if with_input else None
 
-    def replay(i: int) -> tuple[Tensor, list[Tensor]]:
+    def replay(i: int) -> tuple[Tensor, list[Tensor | None]]:
         x_BCE = inputs.next().detach().requires_grad_(with_input)
         with torch.enable_grad():
-            *projections, _ = run.project(layer, x_BCE, run.chunks[i])
-        return x_BCE, projections
+            *projections, scoring = run.project(layer, x_BCE, run.chunks[i])
+        return x_BCE, [*projections, scoring.sinks]
 
-    def finish(i: int, x_BCE: Tensor, projections: list[Tensor]) -> None:
-        gradients = core.gradients(run.rows[i])
-        pairs = [(x, dx) for x, dx in zip(projections, gradients, strict=True) if x.requires_grad]
+    def finish(i: int, x_BCE: Tensor, projections: list[Tensor | None]) -> None:
+        given = zip(projections, core.gradients(run.rows[i]), strict=True)
+        pairs = [(x, dx.to(x.dtype)) for x, dx in given if x is not None and x.requires_grad and dx is not None]
         grads = differentiate([x for x, _ in pairs], [*live, x_BCE] if with_input else live, [dx for _, dx in pairs])
         if dy is not None:
             dx_BCE = grads.pop()

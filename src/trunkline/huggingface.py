@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import AttentionInterface, PreTrainedModel
 
+from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
 from trunkline.conditions import autocast_type
 from trunkline.decoder import Attend, Batch
@@ -52,8 +53,10 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,  # whether it bites at this length is asked of the model's mask, beforehand
+    sliding_window: int | None = None,  # asked of the model's mask, beforehand
     is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of a layer, with transformers' signature: q (B, H, C, D) to output (B, C, H, D)."""
@@ -69,7 +72,7 @@ def _attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or attention_mask is not None:
-        raise Unsupported(f"{name} does not attend causally to all earlier tokens, which cannot be streamed.")
+        raise Unsupported(f"{name} does not attend causally to earlier tokens, which cannot be streamed.")
     for argument, given in kwargs.items():
         if argument not in _WITHOUT_MEANING and given is not None and given is not False:
             raise Unsupported(f"{name} calls its attention with {argument!r}, which cannot be streamed yet.")
@@ -79,7 +82,8 @@ def _attention(
         # As autocast has SDPA do: rotary embeddings leave q and k in fp32, v comes in the autocast dtype.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     with torch.autocast(device, enabled=False):  # kernels say themselves what they compute in
-        o_BHCD = call.attend(query, key, value, scaling if scaling is not None else query.shape[-1] ** -0.5)
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        o_BHCD = call.attend(query, key, value, Scoring(scale, softcap, s_aux))
     return o_BHCD.transpose(1, 2), None
 
 
@@ -297,12 +301,12 @@ class HuggingFaceDecoder:
 
     def projections(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
-    ) -> tuple[Tensor, Tensor, Tensor, float]:
+    ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """See `Decoder.projections`: the layer is left at its attention call, so that nothing after it is paid for."""
-        taken: list[tuple[Tensor, Tensor, Tensor, float]] = []
+        taken: list[tuple[Tensor, Tensor, Tensor, Scoring]] = []
 
-        def stop(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            taken.append((q, k, v, scale))
+        def stop(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+            taken.append((q, k, v, scoring))
             raise _Stop
 
         with contextlib.suppress(_Stop):
@@ -327,6 +331,10 @@ class HuggingFaceDecoder:
 
     def record(self, index: int, positions: Tensor, **inputs: Tensor) -> Arguments:
         """What the model calls layer `index` with, for one chunk given as `input_ids` or `inputs_embeds`."""
+        return self.record_up_to(index, positions, **inputs)[index]
+
+    def record_up_to(self, index: int, positions: Tensor, **inputs: Tensor) -> list[Arguments]:
+        """The same of all layers up to that one; each is given what the one before it was."""
         records: list[Arguments] = []
 
         def act(arguments: Arguments) -> Tensor:
@@ -337,7 +345,7 @@ class HuggingFaceDecoder:
 
         with self._replaced(act), contextlib.suppress(_Stop):
             self._forward(**inputs, position_ids=positions, use_cache=False, return_dict=True)
-        return records[index]
+        return records
 
     @contextlib.contextmanager
     def _replaced(self, act: Callable[[Arguments], Tensor]) -> Iterator[None]:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trunkline import documents
 from trunkline.decoder import Batch
 from trunkline.head import IGNORE
 
-_PACKED = "it marks packed documents, which are not supported yet: pass each document as a row, right-padded"
 _MENDS = {
-    **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
     "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
     "inputs_embeds": "pass input_ids",
     "cache": "call trunkline.unstream(model) before generating",
@@ -24,7 +23,7 @@ _MENDS = {
 }
 _READ = {
     "input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep",
-    "return_dict",
+    "return_dict", *documents.ARGUMENTS,
 }  # fmt: skip
 
 
@@ -61,8 +60,10 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
         )
     _check_range("input_ids", ids_BS, vocab_size)
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
-    position_ids = _positions(given.get("position_ids"), ids_BS, lengths_B)
+    starts, position_ids = documents.read(given, ids_BS, lengths_B)
     targets = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
+    if targets is not None and given.get("shift_labels") is None:
+        targets = documents.without_last(targets, starts, IGNORE)
     keep = given.get("logits_to_keep")
     keep = 0 if keep is None else keep
     return_dict = given.get("return_dict") is not False
@@ -74,7 +75,7 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
                 "attention_mask has padding, and there are no labels: the last position of a shorter row is padding. "
                 "Pass rows of one length together, or one row at a time."
             )
-        return Wanted(Batch(ids_BS, position_ids), min(max(keep, 1), ids_BS.shape[1]), return_dict)
+        return Wanted(Batch(ids_BS, position_ids, documents=starts), min(max(keep, 1), ids_BS.shape[1]), return_dict)
     if not isinstance(keep, int) or keep != 0:
         raise ValueError("logits_to_keep goes without labels: with labels the loss is returned, and no logits.")
     if lengths_B is not None:
@@ -85,8 +86,9 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
         longest = max(int(lengths_B.max()), 1)
         ids_BS, targets = ids_BS[:, :longest], targets[:, :longest]
         position_ids = None if position_ids is None else position_ids[:, :longest]
+        starts = documents.within(starts, longest)
     num_targets = _count(given.get("num_items_in_batch"), targets)
-    return Wanted(Batch(ids_BS, position_ids, targets, num_targets), 0, return_dict)
+    return Wanted(Batch(ids_BS, position_ids, targets, num_targets, documents=starts), 0, return_dict)
 
 
 def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
@@ -107,29 +109,6 @@ def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
             "left padding and masks with holes are not supported."
         )
     return lengths_B.to(ids_BS.device) if bool((lengths_B < ids_BS.shape[1]).any()) else None
-
-
-def _positions(positions: Any, ids_BS: Tensor, lengths_B: Tensor | None) -> Tensor | None:
-    num_rows, seq_len = ids_BS.shape
-    if positions is None:
-        return None
-    if not isinstance(positions, Tensor):
-        raise ValueError(
-            f"position_ids must be a tensor of shape {tuple(ids_BS.shape)}, not {type(positions).__name__}."
-        )
-    shape = tuple(positions.shape)
-    if shape not in ((seq_len,), (1, seq_len), (num_rows, seq_len)):
-        raise ValueError(f"position_ids must be of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, not {shape}.")
-    positions_BS: Tensor = positions.reshape(-1, seq_len).to(ids_BS.device)
-    broken = positions_BS.diff(dim=1) != 1
-    if lengths_B is not None:
-        broken = broken & (torch.arange(1, seq_len, device=ids_BS.device) < lengths_B[:, None])
-    if bool(broken.any()):
-        raise ValueError(
-            "position_ids must rise by 1 from token to token: positions that restart mark packed documents, which are "
-            "not supported yet. Pass each document as a row of its own, right-padded with an attention_mask."
-        )
-    return positions_BS
 
 
 def _check_range(name: str, ids_BS: Tensor, vocab_size: int, ignored: int | None = None) -> None:

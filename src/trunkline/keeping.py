@@ -107,9 +107,10 @@ class Widths:
     num_kv_heads: int
 
     @staticmethod
-    def of_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str) -> dict[str, int]:
+    def of_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, softcap: float | None) -> dict[str, int]:
         """Those of a layer, from what it calls its attention with for one token."""
-        dtype = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], kernel).compute_dtype(k.dtype)
+        chosen = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], kernel, softcap=softcap)
+        dtype = chosen.compute_dtype(k.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         num_queries = q[..., 0].numel()
         output = num_queries * v.shape[-1] * q.dtype.itemsize

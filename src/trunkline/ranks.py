@@ -153,6 +153,10 @@ class Ranks(Protocol):
         """As many heads of (B, heads, C, D) as this rank has in attention."""
         ...
 
+    def head_range(self, num_heads: int) -> slice:
+        """Which of so many query heads this rank has in attention."""
+        ...
+
     def whole(self, x_BCE: Tensor) -> Tensor:
         """All tokens of a chunk, from every rank's own."""
         ...
@@ -212,6 +216,10 @@ class Alone:
     def own_heads(self, x: Tensor) -> Tensor:
         """See `Ranks.own_heads`."""
         return x
+
+    def head_range(self, num_heads: int) -> slice:
+        """See `Ranks.head_range`."""
+        return slice(0, num_heads)
 
     def whole(self, x_BCE: Tensor) -> Tensor:
         """See `Ranks.whole`."""

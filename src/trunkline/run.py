@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -12,6 +12,8 @@ from torch.nn import Parameter
 
 from trunkline.attention.core import Core
 from trunkline.attention.groups import HeadGroupsCore
+from trunkline.attention.scoring import Scoring
+from trunkline.attention.visibility import Reach
 from trunkline.chunking import Chunk
 from trunkline.conditions import Conditions
 from trunkline.config import Progress, StreamConfig
@@ -22,7 +24,7 @@ from trunkline.ranks import PendingTensors, Ranks
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores
 
-CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, float], Tensor]  # rows, q, k, v, scale -> output
+CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # rows, q, k, v, scoring -> output
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Run:
     layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
     other_parameters: list[Parameter]
     watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
+    reaches: Sequence[Reach]  # of each layer's attention
     stores: Stores
     inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
     cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
@@ -67,7 +70,8 @@ class Run:
         """A core for a layer, whose outputs, or keys and values, are kept."""
         layout = self.layout
         common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores,
-                  "gather": self.ranks.gather}  # fmt: skip
+                  "gather": self.ranks.gather,
+                  "sight": self.reaches[layer].over(self.batch.documents, self.batch.seq_len)}  # fmt: skip
         if self.head_groups > 1:
             return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
@@ -112,9 +116,10 @@ class Run:
         rows, ranks = self.rows[chunk.index], self.ranks
         early = self._send(known, rows)  # in a list, to be let go once it is used
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+            scoring = scoring.of_heads(ranks.head_range(q.shape[1]))
             q, k, v = ranks.to_heads(q, k, v)
-            o = ranks.to_tokens(core(rows, q, k, v, scale), early.pop() if early else None)
+            o = ranks.to_tokens(core(rows, q, k, v, scoring), early.pop() if early else None)
             self.conditions.seed(layer, chunk.index, half=1)
             return o
 
@@ -126,12 +131,13 @@ class Run:
         coming = None if o is None else self.ranks.start_to_tokens(o)
         return [] if coming is None else [coming]
 
-    def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, float]:
+    def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """What a core is called with for a chunk, and nothing that follows."""
         self.conditions.seed(layer, chunk.index)
-        *projections, scale = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        *projections, scoring = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        scoring = scoring.of_heads(self.ranks.head_range(projections[0].shape[1]))
         q, k, v = self.ranks.to_heads(*projections)
-        return q, k, v, scale
+        return q, k, v, scoring
 
     def keys_values(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """The keys and values among them."""

@@ -67,12 +67,17 @@ class ChunkedSequence:
 
     def clear(self) -> None:
         """Hold nothing any longer."""
-        for index, x in enumerate(self._chunks):
-            if isinstance(x, _Away):
-                self._stores.release(x.block.tier, x.like.nbytes)
-            elif x is not None:
-                self._stores.release("device", x.nbytes)
-            self._chunks[index] = None
+        for index in range(len(self._chunks)):
+            self.drop(index)
+
+    def drop(self, index: int) -> None:
+        """Hold a chunk no longer, if it is here."""
+        x = self._chunks[index]
+        if isinstance(x, _Away):
+            self._stores.release(x.block.tier, x.like.nbytes)
+        elif x is not None:
+            self._stores.release("device", x.nbytes)
+        self._chunks[index] = None
 
     def _form(self, x: Tensor) -> Tensor:
         """The form of a chunk, one tensor for all that are alike."""

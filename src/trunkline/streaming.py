@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from trunkline import engine, inputs, support
+from trunkline import documents, engine, inputs, support
 from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig, keepable
 from trunkline.decoder import Batch
@@ -223,7 +223,9 @@ class StreamedForward:
 
         Takes what the model's own forward takes: `input_ids` (B, S), and optionally `labels` (B, S, unshifted) or
         `shift_labels` (B, S), `num_items_in_batch`, `position_ids`, a right-padded `attention_mask`, and without labels
-        `logits_to_keep`.
+        `logits_to_keep`. `position_ids` that begin at 0 again mark packed documents; so do `document_ids` (B, S), a
+        number for each token's document, and what packing collators give (`cu_seq_lens_q`, `seq_idx`). Documents never
+        attend to each other, and the last token of one has no target; `shift_labels` are taken as they are.
 
         Returns:
             With labels the loss, fp32 (fp64 for an fp64 model): the mean over all tokens whose label is not -100, or
@@ -237,7 +239,8 @@ class StreamedForward:
         model = self.decoder.model
         if args and args[0] is model:  # accelerate makes a method of what it finds below its wrappers
             args = args[1:]
-        given = self.__signature__.bind(*args, **kwargs).arguments
+        packing = {name: kwargs.pop(name) for name in documents.ARGUMENTS if name in kwargs}
+        given = self.__signature__.bind(*args, **kwargs).arguments | packing
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
@@ -253,8 +256,11 @@ class StreamedForward:
         conditions = Conditions(model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
-            support.check_length(self.decoder, batch.seq_len, batch.last_position)
-            run, differentiate = engine.forward(self.decoder, self.config, batch, conditions, self.tiers, self.ranks)
+            support.check_length(self.decoder, batch.last_position)
+            reaches = support.reaches(self.decoder)
+            run, differentiate = engine.forward(
+                self.decoder, self.config, batch, conditions, self.tiers, self.ranks, reaches
+            )
             if batch.targets is not None:
                 loss = engine.loss(run, differentiate=differentiate)
             else:

@@ -1,16 +1,16 @@
 """Which models are streamed, found out by asking the model itself: exact, or refused by name.
 
 `verify` runs every layer of a model on a few tokens, once as transformers does and once in two chunks through the
-core, and compares: whatever carries state across tokens in another way than attention (convolutions, recurrences, masks
-of its own) shows. `check_length` asks the model's own mask function and rotary settings whether anything changes at a
-length.
+core, and compares: whatever carries state across tokens in another way than attention (a convolution, say) shows.
+`reaches` asks the model's own mask functions how far back each layer's attention goes, `check_length` its rotary
+settings whether anything changes at a length.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trunkline.attention.core import Core, Names
+from trunkline.attention.visibility import Reach
 from trunkline.chunking import Chunk, split
 from trunkline.decoder import Batch
 from trunkline.huggingface import Arguments, HuggingFaceDecoder, first
@@ -28,29 +29,31 @@ from trunkline.tiers.stores import resident
 
 _PROBE_TOKENS = 8
 _ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
+_FAR = 2**22
+_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 22) for i in (0, 1))])  # where masks are asked
 _MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
-_masks: ContextVar[list[Callable[..., Any]]] = ContextVar("trunkline_masks")
 
 
-def _collect_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> None:
-    _masks.get().append(mask_function)
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Stands for a mask in what a model gives its layers."""
+
+    sees: Callable[..., Any]  # batch row, head, query, key -> whether it sees it
 
 
 AttentionInterface.register(_MASK_PROBE, lambda *args, **kwargs: None)
-AttentionMaskInterface.register(_MASK_PROBE, _collect_mask)
+AttentionMaskInterface.register(_MASK_PROBE, lambda *args, mask_function, **kwargs: _Mask(mask_function))
 
 
-def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) -> None:
-    """Refuse a length at which the model is not plainly causal, or at which its positions change.
+def check_length(decoder: HuggingFaceDecoder, last_position: int) -> None:
+    """Refuse a length at which the positions of a model change.
 
     Args:
-        decoder: the model, with what is in no layer present.
-        seq_len: tokens of the global sequence.
+        decoder: the model.
         last_position: largest position id.
 
     Raises:
-        ValueError: a sliding window or attention chunk is shorter than the sequence; rotary frequencies that depend on
-            the length of the input; more tokens than learned positions.
+        ValueError: rotary frequencies depend on the length of the input; more tokens than learned positions.
     """
     model = decoder.model
     config = model.config.get_text_config()
@@ -73,23 +76,79 @@ def check_length(decoder: HuggingFaceDecoder, seq_len: int, last_position: int) 
             f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
             f"build the model with max_position_embeddings of {last_position + 1} or more."
         )
-    device = decoder.device
+
+
+def reaches(decoder: HuggingFaceDecoder) -> list[Reach]:
+    """How far back the attention of each layer goes: what the model's own mask functions say.
+
+    Args:
+        decoder: the model, with what is in no layer present.
+
+    Raises:
+        ValueError: a layer's mask is neither causal, nor a sliding window, nor attention chunks.
+    """
+    device, name = decoder.device, type(decoder.model).__name__
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    masks: list[Callable[..., Any]] = []
-    _masks.set(masks)
+    positions = torch.arange(2, device=device)[None]
+    given = {"input_ids": ids}
+    if device.type == "meta":  # without one, transformers looks into the positions, which have no contents there
+        given["attention_mask"] = torch.ones_like(ids)
     with decoder.engaged(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
-        decoder.record(0, torch.arange(2, device=device)[None], input_ids=ids)
-    at = torch.linspace(0, seq_len - 1, min(seq_len, 64), dtype=torch.float64).round().long()
+        records = decoder.record_up_to(decoder.num_layers - 1, positions, **given)
+    found: dict[int, Reach] = {}
+    of_layers = []
+    for arguments in records:
+        masks = {id(x): x for x in _leaves([*arguments.args, *arguments.kwargs.values()]) if isinstance(x, _Mask)}
+        if len(masks) > 1:
+            raise Unsupported(f"{name} gives a layer {len(masks)} masks instead of one: it cannot be streamed.")
+        for key, mask in masks.items():
+            if key not in found:
+                found[key] = _reach_of(mask.sees, decoder)
+            of_layers.append(found[key])
+        if not masks:
+            of_layers.append(Reach())
+    return of_layers
+
+
+def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Reach:
+    """What a mask function comes to; it is asked at places that tell."""
     zero = torch.zeros((), dtype=torch.long)
-    for mask in masks:
-        q, kv = at[:, None], at[None, :]
-        seen = torch.as_tensor(mask(zero, zero, q, kv)).expand(len(at), len(at))
-        if not torch.equal(seen, kv <= q):
-            raise Unsupported(
-                f"{name} does not let every token attend to all earlier ones at {seq_len} tokens (a sliding window, "
-                "attention chunks, or a mask of its own): that cannot be streamed yet. Shorten the input to the "
-                "window, or switch the window off in the config (sliding_window=None)."
-            )
+
+    def seen(q: Tensor, kv: Tensor) -> Tensor:
+        return torch.as_tensor(sees(zero, zero, q, kv)).expand((q + kv).shape)
+
+    chunk = getattr(decoder.model.config.get_text_config(), "attention_chunk_size", None)
+    if chunk is not None and seen(_PLACES, _PLACES).device.type == "meta":  # of attention chunks; it has no contents
+        return Reach(chunk=chunk)
+    if torch.equal(seen(_PLACES[:, None], _PLACES[None]), _PLACES[None] <= _PLACES[:, None]):
+        return Reach()
+    first, last = 0, _FAR  # the first key that a far token sees is between these
+    while first < last:
+        middle = (first + last) // 2
+        if bool(seen(torch.tensor(_FAR), torch.tensor(middle))):
+            last = middle
+        else:
+            first = middle + 1
+    window = _FAR - first + 1
+    around = {multiple * size + i for size in (window, chunk or 1) for multiple in (1, 2, 3) for i in range(-2, 3)}
+    places = torch.cat([_PLACES, torch.tensor([at for at in around if 0 <= at < _FAR])])
+    for reach in (Reach(window=window), Reach(chunk=chunk)):
+        if torch.equal(seen(places[:, None], places[None]), reach.sees(places[:, None], places[None])):
+            return reach
+    raise Unsupported(
+        f"{type(decoder.model).__name__} has a mask that is neither causal, nor a sliding window, nor attention "
+        "chunks: it cannot be streamed."
+    )
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        elif isinstance(value, dict):
+            yield from _leaves(value.values())
+        else:
+            yield value
 
 
 def check_loss(decoder: HuggingFaceDecoder) -> None:
@@ -116,8 +175,7 @@ def verify(decoder: HuggingFaceDecoder) -> None:
         return
     name = type(decoder.model).__name__
     with random_state_kept(device), torch.no_grad(), evaluation(decoder.model):
-        with decoder.present(None):
-            check_length(decoder, _PROBE_TOKENS, _PROBE_TOKENS - 1)
+        check_length(decoder, _PROBE_TOKENS - 1)
         for attempt in range(_ATTEMPTS):
             try:
                 _compare(decoder, device, attempt)
@@ -135,7 +193,7 @@ def _run_one_layer(decoder: HuggingFaceDecoder) -> None:
     batch, token = Batch(ids_BS, ids_BS), Chunk(0, 0, 1)
     with torch.no_grad(), evaluation(decoder.model), decoder.engaged():
         x_BCE = decoder.embed(batch, token)
-        decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scale: q.new_empty(*q.shape[:3], v.shape[3]))
+        decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scoring: q.new_empty(*q.shape[:3], v.shape[3]))
 
 
 def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) -> None:
@@ -147,16 +205,17 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
 
     logits = decoder.logits(ids_BS)
     with decoder.present(None):
+        limits = reaches(decoder)
         x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
         parts = [decoder.embed(batch, chunk) for chunk in chunks]
         _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
         for index in range(decoder.num_layers):
             with decoder.present(index):
-                x_BSE = _compare_layer(decoder, index, x_BSE, batch)
+                x_BSE = _compare_layer(decoder, index, x_BSE, batch, limits[index])
         _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
 
 
-def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch) -> Tensor:
+def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, reach: Reach) -> Tensor:
     """Compare one layer; gives its output."""
     name, layer = type(decoder.model).__name__, decoder.layers[index]
     positions, chunks = batch.position_ids, split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
@@ -168,7 +227,7 @@ def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch
     y_BSE = first(y)
     decoder.returns_tuple = isinstance(y, tuple)
     core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
-                names=Names("k", "v", "o", "lse"))  # fmt: skip
+                names=Names("k", "v", "o", "lse"), sight=reach.over(batch.documents, batch.seq_len))  # fmt: skip
     with decoder.engaged():
         parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
     _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
@@ -183,21 +242,12 @@ def _check_arguments(arguments: Arguments, others: Arguments, name: str) -> None
     """Refuse layers that are given more than their input, positions and flags."""
     one = [*arguments.args[1:], *(v for k, v in sorted(arguments.kwargs.items()) if k != "hidden_states")]
     two = [*others.args[1:], *(v for k, v in sorted(others.kwargs.items()) if k != "hidden_states")]
-    for a, b in zip(_tensors(one), _tensors(two), strict=True):
+    tensors = ([x for x in _leaves(values) if isinstance(x, Tensor)] for values in (one, two))
+    for a, b in zip(*tensors, strict=True):
         if a.requires_grad:
             raise Unsupported(f"{name} gives its layers a trained tensor besides their input: it cannot be streamed.")
         if not torch.equal(a, b):
             raise Unsupported(f"{name} gives its layers more of the embedding than their input: it cannot be streamed.")
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors([values[key] for key in sorted(values)])
 
 
 def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:

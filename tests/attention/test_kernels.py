@@ -12,10 +12,14 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6}
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -31,21 +35,25 @@ def inputs(heads: int, kv_heads: int, rows: int, keys: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize(
-    "kernel", [MathKernel(), MathKernel(tile=16), CpuFlashKernel()], ids=["math", "tiled", "flash"]
-)
+@pytest.mark.parametrize("value_dim", [8, 16, 4])
+@pytest.mark.parametrize("name", ["math", "tiled", "capped", "flash"])
 @pytest.mark.parametrize(("rows", "keys"), [(33, 33), (13, 70), (1, 1)])
 def test_kernel(
-    kernel: Kernel, heads: int, kv_heads: int, rows: int, keys: int, causal: bool, dtype: torch.dtype
+    name: str, heads: int, kv_heads: int, rows: int, keys: int, causal: bool, dtype: torch.dtype, value_dim: int
 ) -> None:
+    softcap = 0.5 if name == "capped" else None
+    kernel: Kernel = MathKernel(16 if name == "tiled" else 1024, softcap=softcap)
+    if name == "flash":
+        kernel = resolve(CPU, dtype, 8, value_dim)
+        assert kernel.name == "cpu_flash"
+    q, k, v = inputs(heads, kv_heads, rows, keys, dtype, value_dim)
     if causal and rows != keys and not kernel.bottom_right:
         with pytest.raises(AssertionError):
-            kernel.forward(*inputs(heads, kv_heads, rows, keys, dtype), causal=True, scale=0.3)
+            kernel.forward(q, k, v, causal=True, scale=0.3)
         return
-    q, k, v = inputs(heads, kv_heads, rows, keys, dtype)
     o, lse = kernel.forward(q, k, v, causal=causal, scale=0.3)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    expected, expected_lse = reference(*exact, causal, 0.3)
+    expected, expected_lse = reference(*exact, causal, 0.3, softcap)
     do = torch.randn_like(o)
     expected_grads = torch.autograd.grad(expected, exact, do.double())
     grads = kernel.backward(do, q, k, v, o, lse, causal=causal, scale=0.3)
@@ -71,20 +79,14 @@ def test_gradients_of_disjoint_rectangles_add_up(kernel: Kernel) -> None:
     torch.testing.assert_close(torch.cat([left[2], right[2]], 2), whole[2])
 
 
-def test_values_of_another_width_go_to_math() -> None:
-    assert resolve(CPU, torch.float32, 8, 16).name == "math"
-    q, k, v = inputs(4, 2, 20, 20, torch.float64, value_dim=16)
-    o, _ = MathKernel().forward(q, k, v, causal=True, scale=0.3)
-    torch.testing.assert_close(o, reference(q, k, v, True, 0.3)[0])
-
-
 def test_resolve_by_name_and_by_default() -> None:
     assert resolve(CPU, torch.float32, 8, 8).name == "cpu_flash"
     assert resolve(CPU, torch.float32, 8, 8, "math").name == "math"
     with pytest.raises(ValueError, match="kernel='cuda_flash' cannot serve this model: it runs on CUDA tensors only"):
         resolve(CPU, torch.float32, 8, 8, "cuda_flash")
-    with pytest.raises(ValueError, match="equal head dims"):
-        resolve(CPU, torch.float32, 8, 16, "cpu_flash")
+    assert resolve(CPU, torch.float32, 8, 8, softcap=30.0).name == "math"
+    with pytest.raises(ValueError, match="kernel='cpu_flash' has no soft cap of scores"):
+        resolve(CPU, torch.float32, 8, 8, "cpu_flash", softcap=30.0)
 
 
 def test_cuda_needs(monkeypatch: pytest.MonkeyPatch) -> None:

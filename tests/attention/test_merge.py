@@ -41,10 +41,10 @@ def test_merge_does_not_lose_precision_with_the_number_of_parts() -> None:
 def test_calls_of_some_of_the_rows(calls: list[tuple[int, int, bool]]) -> None:
     """Whatever rows each call is of, a row's result is the softmax over all keys that it met."""
     torch.manual_seed(0)
-    rows = [None if whole else slice(start, min(start + length, 6)) for start, length, whole in calls] + [slice(0, 6)]
+    rows = [(0, 6) if whole else (start, min(start + length, 6)) for start, length, whole in calls] + [(0, 6)]
     merged, scores, values = Merged(6), torch.full((len(rows), 6), -torch.inf), torch.randn(len(rows), 1, 1, 6, 2)
     for i, at in enumerate(rows):
-        within = slice(None) if at is None else at
+        within = slice(*at)
         scores[i, within] = 20 * torch.randn(6)[within]
         merged.add(at, values[i, :, :, within].clone(), scores[i, within].reshape(1, 1, -1).clone())
     o, lse = merged.result()
@@ -54,7 +54,7 @@ def test_calls_of_some_of_the_rows(calls: list[tuple[int, int, bool]]) -> None:
 
 def test_a_row_without_keys_is_an_error() -> None:
     merged = Merged(3)
-    merged.add(slice(1, 3), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2))
+    merged.add((1, 3), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2))
     with pytest.raises(AssertionError, match="no keys"):
         merged.result()
 

@@ -7,24 +7,34 @@ section 4, with the loops turned inside out: queries outside, keys inside).
 
 Keys, values and their accumulators of the first chunks rest on the device, as one buffer each, so that many earlier
 keys are one view of it: as many chunks as the device has room for, all of them where there is no budget (*resident*).
-Those of the other chunks are *streamed*: one kernel call a chunk, while the next is fetched.
+Those of the other chunks are *streamed*: one kernel call a chunk, while the next is fetched. With a window every chunk
+is, so that those that no later query sees can be let go.
+
+What queries see of the keys before them (`trunkline.attention.visibility`) says which chunks they meet at all, and in
+which calls.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trunkline.attention import calls
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
-from trunkline.attention.merge import Merged
+from trunkline.attention.meetings import Meetings
+from trunkline.attention.merge import Merged, joined_rows
 from trunkline.attention.pairs import Pair, Pairs
-from trunkline.attention.rectangles import Gathered, Rectangle, Returns
+from trunkline.attention.pieces import Gathered, Piece, Returns
+from trunkline.attention.scoring import Scoring, sinks_gradient, with_sinks
+from trunkline.attention.totals import Total
+from trunkline.attention.visibility import PLAIN, Block, Range, Visibility
 from trunkline.chunking import Chunk, spans
 from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
@@ -69,6 +79,9 @@ class Core:
         names: of the stores.
         gather: brings together keys and values that ranks hold in parts: then `chunks` are this rank's rows of each
             chunk, both queries and keys, in their own numbering.
+        sight: what tokens see, of each row of the batch, or one for all rows.
+        softcap: of scores; None for none.
+        frees: let go of keys and values that a window has passed; False has them resident like any.
     """
 
     def __init__(
@@ -81,19 +94,26 @@ class Core:
         stores: Stores,
         names: Names,
         gather: KeyValueGather | None = None,
+        sight: Sequence[Visibility] = PLAIN,
+        softcap: float | None = None,
+        frees: bool = True,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._gather = gather
-        self._gathered: Gathered | None = None
+        self._gathered = None if gather is None else Gathered(gather)
+        self._softcap = softcap
+        self._num_sights = len(sight)
+        self._frees = frees and any(each.window is not None for each in sight)
+        self._meetings = Meetings(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
         # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
         self._separate = bool(names.live_k) and stores.placement is not None
-        self.num_resident = stores.num_resident(names.live, len(chunks))
+        self.num_resident = 0 if self._frees else stores.num_resident(names.live, len(chunks))
         self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v))  # in the kernel's dtype
         self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv))  # fp32 or wider
         self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
@@ -112,7 +132,7 @@ class Core:
 
     # -- the sweeps ----------------------------------------------------------------------------------------------------
 
-    def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one chunk in the forward sweep (chunks in rising order).
 
         Args:
@@ -120,25 +140,28 @@ class Core:
             q: its queries (B, H, C, D).
             k: its keys (B, K, C, D); kept for the chunks that follow.
             v: its values.
-            scale: factor of the scores.
+            scoring: how scores become weights.
 
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
-        o, lse = self.attend(chunk, q, k, v, scale)
+        o, lse = self.attend(chunk, q, k, v, scoring)
         if self.keep_attention:
             for sequence, x in zip(self._kept, (o, lse), strict=True):
                 sequence.stash(chunk.index, x)
         return o
 
-    def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk, keeping neither; see `forward`."""
         if chunk.index == 0:
-            later = range(self.num_resident, len(self.chunks))
-            self._kv.read_later(j for i in later for j in range(self.num_resident, i))
+            self._kv.read_later(j for each in self.chunks for j in self._streamed_before(each))
+        self._softcap = scoring.softcap
         own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
-        return self._attend(chunk, q, own, scale, following)
+        attended = self._attend(chunk, q, own, scoring, following)
+        if self._frees and not self.keep_kv:
+            self._kv.drop(self._meetings.passed(chunk))
+        return attended
 
     def keep_all(self) -> None:
         """Keep from now on what the backward sweep will need."""
@@ -176,11 +199,12 @@ class Core:
         self._known.append((self._kept_readers[0].next(),))
         return self._known[-1][0]
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not.
 
         `recalled` comes before it.
         """
+        self._softcap = scoring.softcap
         if self._capturing and self._separate and chunk.index < self.num_resident:
             self._kv.save(chunk, self._own(k, v))
         elif self._capturing:
@@ -201,12 +225,12 @@ class Core:
         self._known.append(tuple(reader.next() for reader in self._kept_readers))
         return self._known[-1][0]
 
-    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph.
 
         `known` comes before it.
         """
-        o: Tensor = _Replay.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
+        o: Tensor = _Replay.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
 
     def gradient(
@@ -218,25 +242,32 @@ class Core:
 
     def _begin_backward(self, k: Tensor, v: Tensor, *, differentiated: bool) -> None:
         """Before the last chunk's replay, given its keys and values: say what will be read in which order."""
-        first, falling = self.num_resident, range(len(self.chunks) - 1, -1, -1)
-        if not self._kv_complete and first == len(self.chunks):
+        falling = self.chunks[::-1]
+        if not self._kv_complete and self.num_resident == len(self.chunks):
             self._kv.put(self.chunks[-1], self._own(k, v))
         times = (not self.keep_attention) + differentiated  # to compute a chunk's attention again, and its gradient
-        self._kv.read_later(j for i in falling for _ in range(times) for j in range(first, i))
+        self._kv.read_later(j for each in falling for _ in range(times) for j in self._streamed_before(each))
         if differentiated:
-            self._dkv.read_later((j for i in falling[1:] for j in range(first, i + 1)), take=True)
+            met = ((each, j) for each in falling for j in (*self._streamed_before(each), each.index))
+            later = (j for each, j in met if j >= self.num_resident and self._meetings.is_met_after(each, j))
+            self._dkv.read_later(later, take=True)
 
     def _kept_output(
-        self, chunk: Chunk, q: Tensor, own: Pair, scale: float, *, differentiated: bool
+        self, chunk: Chunk, q: Tensor, own: Pair, scoring: Scoring, *, differentiated: bool
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a chunk in the backward sweep."""
         if not self.keep_attention:
-            return self._attend(chunk, q, own, scale, chunk if differentiated else self._before(chunk))
+            return self._attend(chunk, q, own, scoring, chunk if differentiated else self._before(chunk))
         o, lse = self._known.popleft()
         return o, lse
 
     def _before(self, chunk: Chunk) -> Chunk | None:
         return self.chunks[chunk.index - 1] if chunk.index else None
+
+    def _streamed_before(self, chunk: Chunk) -> range:
+        """The streamed chunks that one meets besides itself."""
+        met = self._meetings.before(chunk)
+        return range(max(self.num_resident, met.start), met.stop)
 
     def _end_backward(self) -> None:
         for reader in self._kept_readers:
@@ -248,20 +279,25 @@ class Core:
 
     def _own(self, k: Tensor, v: Tensor) -> Pair:
         if self._kernel is None:
-            self._kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], self._kernel_name)
+            shape = k.shape[-1], v.shape[-1]
+            self._kernel = resolve(k.device, k.dtype, *shape, self._kernel_name, softcap=self._softcap)
         dtype = self._kernel.compute_dtype(k.dtype)
         return k.to(dtype), v.to(dtype)
 
     def _attend(
-        self, chunk: Chunk, q: Tensor, own: Pair, scale: float, following: Chunk | None
+        self, chunk: Chunk, q: Tensor, own: Pair, scoring: Scoring, following: Chunk | None
     ) -> tuple[Tensor, Tensor]:
         assert self._kernel is not None
         q_compute = q.to(own[0].dtype)
-        merged = Merged(q.shape[2])
-        for met in self._rectangles(chunk, q, own, None, following):
-            part = self._kernel.forward(met.take(q_compute), met.k, met.v, causal=met.causal, scale=scale)
-            merged.add(met.rows, *part)
-        o, lse = merged.result()
+        merged = [Merged(q.shape[2]) for _ in range(self._num_sights)]
+        for piece in self._pieces(chunk, q, own, None, following):
+            for row, first, block in self._blocks(chunk, piece):
+                given = calls.of_row(row, q_compute, piece.k, piece.v)
+                part = calls.forward(self._kernel, block, *given, first=first, scale=scoring.scale)
+                merged[row or 0].add(block.rows, *part)
+        o, lse = joined_rows([each.result() for each in merged])
+        if scoring.sinks is not None:
+            o, lse = with_sinks(o, lse, scoring.sinks)
         return o.to(q.dtype), lse
 
     def _gradient(
@@ -270,91 +306,106 @@ class Core:
         kernel = self._kernel
         assert kernel is not None
         do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
-        if len(self.chunks) == 1 == self.num_resident and self._gather is None:
+        if len(self.chunks) == 1 == self.num_resident and self._gather is None and self._meetings.is_plain:
             gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)
             self._end_backward()
             return gradients
         self._dkv.begin_sums(own, lse.dtype)
-        returns = None if self._gather is None else Returns(self._gather, lse.dtype)
-        dq: Tensor | None = None
+        returns = None if self._gather is None else Returns(self._gather)
+        dq = Total(q, lse.dtype)
         sums: Pair | None = None
-        for met in self._rectangles(chunk, q, own, SPAN, self._before(chunk)):
-            q_part, o_part, lse_part = met.take(q), met.take(o), met.take(lse).contiguous()
-            part, *pair = kernel.backward(
-                met.take(do), q_part, met.k, met.v, o_part, lse_part, causal=met.causal, scale=scale
-            )
-            if dq is None and met.rows is None:
-                dq = part.to(lse.dtype)
-            else:
-                dq = torch.zeros_like(q, dtype=lse.dtype) if dq is None else dq
-                met.take(dq).add_(part)
-            for to, (dk, dv) in [(met, pair)] if returns is None else returns.add(met, (pair[0], pair[1])):
-                sums = self._add(chunk, to, dk, dv, lse.dtype)
-        for to, (dk, dv) in () if returns is None else returns.rest():
-            sums = self._add(chunk, to, dk, dv, lse.dtype)
-        assert dq is not None
+        for piece in self._pieces(chunk, q, own, SPAN, self._before(chunk)):
+            dk, dv = Total(piece.k, lse.dtype), Total(piece.v, lse.dtype)
+            for row, first, block in self._blocks(chunk, piece):
+                given = calls.of_row(row, do, q, piece.k, piece.v, o, lse)
+                parts = calls.backward(kernel, block, *given, first=first, scale=scale)
+                keys = block.keys[0] - first, block.keys[1] - first
+                for total, part, at in zip((dq, dk, dv), parts, (block.rows, keys, keys), strict=True):
+                    total.add(part, row, *at)
+            pair = dk.value, dv.value
+            for to, shares in [(piece, pair)] if returns is None else returns.send(piece, pair):
+                sums = self._add(chunk, to, shares)
+        for to, shares in () if returns is None else returns.rest():
+            sums = self._add(chunk, to, shares)
         if chunk.index < self.num_resident:
             sums = self._dkv.span(chunk.start, chunk.stop)
+        if self._frees and chunk.index:
+            self._kv.drop([chunk.index - 1])  # its own come with its replay
         if chunk.index == 0:  # the last of a backward sweep
             self._end_backward()
         assert sums is not None
-        return dq, *sums
+        return dq.value, *sums
 
-    def _add(self, chunk: Chunk, met: Rectangle, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> Pair:
-        """Add one chunk's share of the gradients of the keys and values it met; gives their sums."""
-        if met.span is not None:
-            total_k, total_v = self._dkv.span(*met.span)
-            total_k += dk
-            total_v += dv
-            return total_k, total_v
-        if chunk is self.chunks[-1]:
-            sums = dk.to(dtype), dv.to(dtype)
-        else:
+    def _add(self, chunk: Chunk, piece: Piece, gradients: Pair) -> Pair:
+        """Add one chunk's share of the gradients of the keys and values of a piece; gives their sums."""
+        if piece.span is not None:
+            sums = self._dkv.span(*piece.span)
+            for total, x in zip(sums, gradients, strict=True):
+                total += x
+            return sums
+        assert piece.streamed is not None
+        if self._meetings.is_met_after(chunk, piece.streamed.index):
             total_k, total_v = self._dkv.next_later()
-            sums = total_k.add_(dk), total_v.add_(dv)
-        if met.streamed is not chunk:
-            assert met.streamed is not None
-            self._dkv.put(met.streamed, sums)
-        return sums
+            gradients = total_k.add_(gradients[0]), total_v.add_(gradients[1])
+        if piece.streamed is not chunk:
+            self._dkv.put(piece.streamed, gradients)
+        return gradients
 
-    def _rectangles(
+    def _blocks(self, chunk: Chunk, piece: Piece) -> Iterator[tuple[int | None, int, Block]]:
+        """Kernel calls of a chunk over a piece: a row of the batch or None for all, where the keys begin, the block."""
+        assert self._kernel is not None
+        if piece.first is None:
+            yield None, 0, Block((0, len(chunk)), (0, piece.k.shape[2]))
+            return
+        joined = self._kernel.bottom_right
+        for row, block in self._meetings.blocks(chunk, piece.first, piece.k.shape[2], joined=joined):
+            yield (None if self._num_sights == 1 else row), piece.first, block
+
+    def _pieces(
         self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None, following: Chunk | None
-    ) -> Iterator[Rectangle]:
-        """What one chunk of queries meets, one kernel call each, its own keys last.
+    ) -> Iterator[Piece]:
+        """What one chunk of queries meets, its own keys last.
 
         `longest` is the most keys in a call, `following` the chunk that this will be called for next.
         """
         assert self._kernel is not None
-        if self._gather is not None:
-            yield from self._gathered_rectangles(chunk, q, own, following)
+        if self._gathered is not None:
+            last = self._last(chunk, own, chunk.start)
+            yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
             return
         earlier, start = self._spans(chunk, q, longest), chunk.start
         if chunk.index < self.num_resident and earlier and self._kernel.bottom_right:
             *earlier, (start, _) = earlier
-        yield from self._earlier(chunk, earlier)
+        for span in earlier:
+            yield Piece(*self._kv.span(*span), span[0], span)
+        for index in self._streamed_before(chunk):
+            yield Piece(*self._kv.next_later(), self._meetings.starts[index], streamed=self.chunks[index])
         yield self._last(chunk, own, start)
 
-    def _gathered_rectangles(self, chunk: Chunk, q: Tensor, own: Pair, following: Chunk | None) -> Iterator[Rectangle]:
-        """The same where ranks hold keys in parts; what is gathered does not grow with the sequence."""
-        assert self._kernel is not None
+    def _to_gather(self, q: Tensor, chunk: Chunk) -> Iterator[Piece]:
+        """This rank's keys before a chunk, in pieces such that what is gathered does not grow with the sequence."""
         assert self._gather is not None
-        longest = max(1, SPAN // self._gather.size)
-        if self._gathered is None:
-            self._gathered = Gathered(self._gather, bottom_right=self._kernel.bottom_right)
+        starts, met = self._meetings.starts, self._meetings.before(chunk)
+        if self._meetings.is_plain:
+            for span in self._spans(chunk, q, max(1, SPAN // self._gather.size)):
+                yield Piece(*self._kv.span(*span), None, span)
+        else:
+            for earlier in self.chunks[met.start : min(met.stop, self.num_resident)]:
+                span = earlier.start, earlier.stop
+                yield Piece(*self._kv.span(*span), starts[earlier.index], span)
+        for index in self._streamed_before(chunk):
+            first = None if self._meetings.is_plain else starts[index]
+            yield Piece(*self._kv.next_later(), first, streamed=self.chunks[index])
 
-        def earlier(chunk: Chunk) -> Iterator[Rectangle]:
-            return self._earlier(chunk, self._spans(chunk, q, longest))
-
-        yield from self._gathered.of_chunk(chunk, self._last(chunk, own, chunk.start), earlier, following)
-
-    def _last(self, chunk: Chunk, own: Pair, start: int) -> Rectangle:
-        """The rectangle of a chunk's own keys, and of those before them from `start` on."""
+    def _last(self, chunk: Chunk, own: Pair, start: int) -> Piece:
+        """The piece of a chunk's own keys, and of those before them from `start` on."""
+        first = start if self._gather is None else self._meetings.starts[chunk.index]
         if chunk.index < self.num_resident:
-            return Rectangle(*self._kv.span(start, chunk.stop), causal=True, span=(start, chunk.stop))
-        return Rectangle(*own, causal=True, streamed=chunk)
+            return Piece(*self._kv.span(start, chunk.stop), first, (start, chunk.stop))
+        return Piece(*own, first, streamed=chunk)
 
-    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[tuple[int, int]]:
-        """The spans of the buffers that are before a chunk."""
+    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
+        """The spans of the buffers that are before a chunk and that it sees."""
         size = 1 if self._gather is None else self._gather.size
         # H heads: dk may be expanded.
         limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3] * size) - len(chunk)
@@ -363,31 +414,27 @@ class Core:
                 f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
                 "chunk_size or a smaller batch."
             )
-        tokens = chunk.start if chunk.index < self.num_resident else self._kv.tokens
-        return spans(tokens, min(limit, longest or limit))
-
-    def _earlier(self, chunk: Chunk, within: list[tuple[int, int]]) -> Iterator[Rectangle]:
-        """The rectangles of earlier keys: of spans of the buffers, and of the chunks that are streamed."""
-        for span in within:
-            yield Rectangle(*self._kv.span(*span), causal=False, span=span)
-        for streamed in self.chunks[self.num_resident : chunk.index]:
-            yield Rectangle(*self._kv.next_later(), causal=False, streamed=streamed)
+        stop = chunk.start if chunk.index < self.num_resident else self._kv.tokens
+        return spans(min(self._meetings.first_keys[chunk.index], stop), stop, min(limit, longest or limit))
 
 
 class _Replay(torch.autograd.Function):
     """Attention of one chunk: forward hands out what was kept (or computes it again), backward is the core's."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: Core, chunk: Chunk, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, core: Core, chunk: Chunk, scoring: Scoring
+    ) -> Tensor:
+        core._softcap = scoring.softcap
         streamed = chunk.index >= core.num_resident
-        differentiated = any(ctx.needs_input_grad[:3])
+        differentiated = any(ctx.needs_input_grad[:4])
         if chunk is core.chunks[-1]:
             core._begin_backward(k, v, differentiated=differentiated)
         own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
-        o, lse = core._kept_output(chunk, q, own, scale, differentiated=differentiated)
+        o, lse = core._kept_output(chunk, q, own, scoring, differentiated=differentiated)
         # Keys and values in the buffers are still there in backward.
         ctx.save_for_backward(q, o, lse, *(own if streamed else ()))
-        ctx.core, ctx.chunk, ctx.scale = core, chunk, scale
+        ctx.core, ctx.chunk, ctx.scoring = core, chunk, scoring.detached
         ctx.dtypes = q.dtype, k.dtype, v.dtype
         if chunk.index == 0 and not differentiated:  # nothing before attention is trained: there will be no backward
             core._end_backward()
@@ -398,5 +445,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, o, lse, *own = ctx.saved_tensors
         own = own or ctx.core._kv.span(ctx.chunk.start, ctx.chunk.stop)
-        gradients = ctx.core._gradient(ctx.chunk, do, q, tuple(own), o, lse, ctx.scale)
-        return *(x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)), None, None, None
+        gradients = ctx.core._gradient(ctx.chunk, do, q, tuple(own), o, lse, ctx.scoring.scale)
+        sinks = ctx.scoring.sinks
+        dsinks = None if sinks is None else sinks_gradient(do, o, lse, sinks).to(sinks.dtype)
+        return *(x.to(dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)), dsinks, None, None, None

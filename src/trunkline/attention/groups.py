@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trunkline.attention.core import Core, Names
+from trunkline.attention.scoring import Scoring, sinks_gradient
+from trunkline.attention.visibility import PLAIN, Visibility
 from trunkline.chunking import Chunk
 from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
@@ -52,6 +54,7 @@ class HeadGroupsCore:
         names: of the stores of each group.
         inner: of the stores in which one group's keys, values and their gradients are resident.
         gather: of keys and values that ranks hold in parts.
+        sight: what tokens see, of each row of the batch, or one for all rows.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class HeadGroupsCore:
         names: list[GroupNames],
         inner: Names,
         gather: KeyValueGather | None = None,
+        sight: Sequence[Visibility] = PLAIN,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
@@ -71,7 +75,9 @@ class HeadGroupsCore:
         self._stores = stores
         self._inner = inner
         self._gather = gather
-        self._scale = 0.0
+        self._scoring = Scoring(0.0)
+        self._sight = sight
+        self._dsinks: Tensor | None = None
         count = len(chunks)
         kinds = [field.name for field in dataclasses.fields(GroupNames)]
         self._groups = [
@@ -82,18 +88,19 @@ class HeadGroupsCore:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def project(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    def project(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
         """Store a chunk's queries (B, H, C, D), keys and values (B, K, C, D)."""
-        self._scale = scale
+        self._scoring = scoring.detached
         self._stash(chunk, ("q", "k", "v"), (q, k, v))
 
     def attend(self) -> None:
         """All attention of the layer. Queries, keys and values are let go."""
         rising = range(len(self.chunks))
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             core = self._core()
             for chunk, q, k, v in self._read(group, ("q", "k", "v"), rising, take=True):
-                o, lse = core.attend(chunk, q, k, v, self._scale)
+                scoring = self._scoring.of_heads(self._heads(number, q.shape[1]))
+                o, lse = core.attend(chunk, q, k, v, scoring)
                 group["o"].stash(chunk.index, o)
                 group["lse"].stash(chunk.index, lse)
             core.end_forward()
@@ -105,7 +112,7 @@ class HeadGroupsCore:
         self._known.append(self._next_output())
         return self._known[-1]
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """The output of a chunk. `recalled` comes before it."""
         o = self._known.popleft()
         if chunk is self.chunks[-1]:
@@ -131,12 +138,12 @@ class HeadGroupsCore:
         self._known.append(self._next_output())
         return self._known[-1]
 
-    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on.
 
         `known` comes before it.
         """
-        o: Tensor = _Take.apply(q, k, v, self, chunk, scale)  # type: ignore[no-untyped-call]
+        o: Tensor = _Take.apply(q, k, v, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
 
     def differentiate(self) -> bool:
@@ -145,15 +152,22 @@ class HeadGroupsCore:
             self.clear()
             return False
         rising, falling = range(len(self.chunks)), range(len(self.chunks) - 1, -1, -1)
-        for group in self._groups:
+        dsinks = []
+        for number, group in enumerate(self._groups):
             core = self._core()
             for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
                 core.put(chunk, k, v)
             kept = self._read(group, ("q", "do", "o", "lse"), falling, take=True)
             for chunk, q, do, o, lse in kept:
-                gradients = core.gradient(chunk, do, q, o, lse, self._scale)
+                gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
+                sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
+                if sinks is not None:
+                    dsinks.append((number, sinks_gradient(do, o, lse, sinks)))
                 for kind, gradient in zip(("q", "k", "v"), gradients, strict=True):
                     group[kind].stash(chunk.index, gradient.to(q.dtype))
+        if dsinks:
+            groups = [[x for n, x in dsinks if n == number] for number in range(len(self._groups))]
+            self._dsinks = torch.cat([torch.stack(each).sum(0) for each in groups])
         return True
 
     def clear(self) -> None:
@@ -162,8 +176,8 @@ class HeadGroupsCore:
             for sequence in group.values():
                 sequence.clear()
 
-    def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of a chunk's queries, keys and values, chunks in falling order."""
+    def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of a chunk's queries, keys, values (chunks in falling order), and with the last those of sinks."""
         if chunk is self.chunks[-1]:
             falling = range(len(self.chunks) - 1, -1, -1)
             self._readers = [g[kind].read(falling, take=True) for kind in ("q", "k", "v") for g in self._groups]
@@ -172,13 +186,19 @@ class HeadGroupsCore:
         dq, dk, dv = (torch.cat(tensors[i : i + count], 1) for i in range(0, 3 * count, count))
         if chunk.index == 0:
             self._end_reading()
-        return dq, dk, dv
+        return dq, dk, dv, self._dsinks if chunk.index == 0 else None
 
     # -- stores --------------------------------------------------------------------------------------------------------
 
     def _core(self) -> Core:
         return Core(self.chunks, kernel=self._kernel, keep_attention=False, keep_kv=False, stores=self._stores,
-                    names=self._inner, gather=self._gather)  # fmt: skip
+                    names=self._inner, gather=self._gather, sight=self._sight, softcap=self._scoring.softcap,
+                    frees=False)  # fmt: skip
+
+    @staticmethod
+    def _heads(number: int, count: int) -> slice:
+        """The query heads of a group of so many."""
+        return slice(number * count, (number + 1) * count)
 
     def _stash(self, chunk: Chunk, kinds: Iterable[str], tensors: Iterable[Tensor]) -> None:
         for kind, x in zip(kinds, tensors, strict=True):
@@ -208,8 +228,10 @@ class _Take(torch.autograd.Function):
     """Hands out a chunk's output, and takes its gradient for later."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: HeadGroupsCore, chunk: Chunk, scale: float) -> Tensor:
-        core._scale = scale
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: HeadGroupsCore, chunk: Chunk, scoring: Scoring
+    ) -> Tensor:
+        core._scoring = scoring.detached
         core._stash(chunk, ("q", "k", "v"), (q, k, v))
         ctx.core, ctx.chunk = core, chunk
         o = core._known.popleft()

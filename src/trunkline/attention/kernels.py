@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.attention.merge import merge_
@@ -64,13 +65,19 @@ class Kernel(Protocol):
 
 
 class MathKernel:
-    """Plain matrix products, tiled over keys so that no score tile exceeds C x `tile` (any dtype, any device)."""
+    """Plain matrix products, tiled over keys so that no score tile exceeds C x `tile` (any dtype, any device).
+
+    Args:
+        tile: keys in a tile.
+        softcap: scores s become c · tanh(s / c); None leaves them.
+    """
 
     name = "math"
     bottom_right = True
 
-    def __init__(self, tile: int = 1024) -> None:
+    def __init__(self, tile: int = 1024, *, softcap: float | None = None) -> None:
         self.tile = tile
+        self.softcap = softcap
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """fp32, or fp64 as it is."""
@@ -92,6 +99,8 @@ class MathKernel:
 
     def _scores(self, q_grouped: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         scores = (q_grouped @ k.transpose(-1, -2)) * scale
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         if mask is not None:
             groups = scores.shape[2] // mask.shape[0]
             scores.masked_fill_(mask.repeat(groups, 1), float("-inf"))
@@ -122,9 +131,13 @@ class MathKernel:
         dq = torch.zeros_like(q_grouped)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for at, mask in self._tiles(q, k, causal):
-            p = torch.exp_(self._scores(q_grouped, k[:, :, at], mask, scale).sub_(lse_grouped))
+            scores = self._scores(q_grouped, k[:, :, at], mask, scale)
+            factor: Tensor | float = scale
+            if self.softcap is not None:  # the derivative of the cap, 1 - tanh²; where masked the weight is 0
+                factor = (scores / self.softcap).nan_to_num_(neginf=0.0).square_().neg_().add_(1).mul_(scale)
+            p = torch.exp_(scores.sub_(lse_grouped))
             dv[:, :, at] = p.transpose(-1, -2) @ do_grouped
-            ds = p.mul_((do_grouped @ v[:, :, at].transpose(-1, -2)).sub_(delta)).mul_(scale)
+            ds = p.mul_((do_grouped @ v[:, :, at].transpose(-1, -2)).sub_(delta)).mul_(factor)
             dq += ds @ k[:, :, at]
             dk[:, :, at] = ds.transpose(-1, -2) @ q_grouped
         return dq.reshape(q.shape), dk, dv
@@ -197,9 +210,58 @@ class CudaFlashKernel:
         do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = self._backward(
-            do, q, k, v, o, lse, None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused, scale=scale
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[1],
+            k.shape[1],
+            0.0,
+            causal,
+            unused,
+            unused,
+            scale=scale,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class PaddedKernel:
+    """A kernel that wants equal head dims of keys and values, which it gets by zeros at the end of the shorter.
+
+    Args:
+        kernel: which.
+        dim: of all heads.
+    """
+
+    def __init__(self, kernel: Kernel, dim: int) -> None:
+        self._kernel = kernel
+        self._dim = dim
+        self.name, self.bottom_right = kernel.name, kernel.bottom_right
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """That of the kernel."""
+        return self._kernel.compute_dtype(dtype)
+
+    def _pad(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, self._dim - x.shape[-1])) if x.shape[-1] < self._dim else x
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        o, lse = self._kernel.forward(self._pad(q), self._pad(k), self._pad(v), causal=causal, scale=scale)
+        return o[..., : v.shape[-1]], lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        do, q_padded, k_padded, v_padded, o = (self._pad(x) for x in (do, q, k, v, o))
+        gradients = self._kernel.backward(do, q_padded, k_padded, v_padded, o, lse, causal=causal, scale=scale)
+        dq, dk, dv = (dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True))
+        return dq, dk, dv
 
 
 class VirtualKernel:
@@ -263,8 +325,6 @@ def offered(operator: str) -> bool:
 def _cpu_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
     if device.type != "cpu":
         return "it runs on CPU tensors only"
-    if head_dim != value_dim:
-        return f"it needs equal head dims of keys and values, not {head_dim} and {value_dim}"
     if not all(offered(f"_scaled_dot_product_flash_attention_for_cpu{part}") for part in ("", "_backward")):
         return f"this PyTorch ({torch.__version__}) has it under another signature"
     return None
@@ -277,8 +337,8 @@ def _cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_d
         return f"it takes float16 and bfloat16, not {dtype}"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs compute capability 8.0 (Ampere) or newer"
-    if head_dim != value_dim or head_dim > 256 or head_dim % 8:
-        return f"it needs equal head dims up to 256 that 8 divides, not {head_dim} and {value_dim}"
+    if max(head_dim, value_dim) > 256:
+        return f"it takes head dims up to 256, not {max(head_dim, value_dim)}"
     if not all(offered(f"_flash_attention_{part}") for part in ("forward", "backward")):
         return f"this PyTorch ({torch.__version__}) has it under another signature"
     return None
@@ -291,19 +351,31 @@ _KERNELS: dict[str, tuple[Callable[[], Kernel], Callable[[torch.device, torch.dt
     "math": (MathKernel, lambda *_: None),
 }
 NAMES = ("auto", *_KERNELS)
+# What divides the one head dim that a kernel wants of keys and values; 0 where any two will do.
+_DIM_MULTIPLES = {"cpu_flash": 1, "cuda_flash": 8, "math": 0}
 
 
-def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str) -> Kernel | None:
+def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str, softcap: float | None) -> Kernel | None:
     """The kernel whose place a virtual one takes: `auto` is a CUDA device's, None its flash attention."""
+    if softcap is not None:
+        return MathKernel()
     if name == "auto":
         half = dtype in (torch.float16, torch.bfloat16)
-        return None if half and head_dim == value_dim and head_dim <= 256 and head_dim % 8 == 0 else MathKernel()
+        return None if half and max(head_dim, value_dim) <= 256 else MathKernel()
     if name == "cpu_flash":
         return resolve(torch.device("cpu"), dtype, head_dim, value_dim)
     return _KERNELS[name][0]()
 
 
-def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int, name: str = "auto") -> Kernel:
+def resolve(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    name: str = "auto",
+    *,
+    softcap: float | None = None,
+) -> Kernel:
     """The kernel for these tensors.
 
     Args:
@@ -312,12 +384,17 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: 
         head_dim: of queries and keys.
         value_dim: of values.
         name: `auto` takes the fastest that can do it; a kernel's name takes that one.
+        softcap: of scores, which flash attention does not have; None for none.
 
     Raises:
         ValueError: the kernel asked for by name cannot do it.
     """
     if device.type == "meta":
-        return VirtualKernel(_imagined(dtype, head_dim, value_dim, name))
+        return VirtualKernel(_imagined(dtype, head_dim, value_dim, name, softcap))
+    if softcap is not None:
+        if name not in ("auto", "math"):
+            raise ValueError(f"kernel={name!r} has no soft cap of scores, which this model has: use kernel='auto'.")
+        return MathKernel(softcap=softcap)
     candidates = list(_KERNELS) if name == "auto" else [name]
     reason = None
     for candidate in candidates:
@@ -327,5 +404,7 @@ def resolve(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: 
             if candidate == "math" and name == "auto" and device.type == "cuda":
                 warnings.warn(f"attention is computed by plain matrix products, several times slower than by flash "
                               f"attention: {refused}.", stacklevel=2)  # fmt: skip
-            return make()
+            multiple = _DIM_MULTIPLES[candidate]
+            dim = -(-max(head_dim, value_dim) // multiple) * multiple if multiple else 0
+            return PaddedKernel(make(), dim) if dim and {head_dim, value_dim} != {dim} else make()
     raise ValueError(f"kernel={name!r} cannot serve this model: {reason}. Use kernel='auto'.")

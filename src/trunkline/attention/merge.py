@@ -43,26 +43,27 @@ class Merged:
         self._lse: Tensor | None = None
         self._met: list[tuple[int, int]] = []  # rows that have come up, in order
 
-    def add(self, rows: slice | None, o: Tensor, lse: Tensor) -> None:
+    def add(self, rows: tuple[int, int], o: Tensor, lse: Tensor) -> None:
         """Merge a call.
 
         Args:
-            rows: which rows it is of; None for all.
+            rows: (start, stop) of those that it is of.
             o: output (B, H, rows, D); overwritten where it is the first of all.
             lse: log-sum-exp (B, H, rows), fp32 or wider.
         """
+        whole = [(0, self._rows)]
         if self._o is None or self._lse is None:
-            if rows is None:
-                self._o, self._lse, self._met = o, lse, [(0, self._rows)]
+            if [rows] == whole:
+                self._o, self._lse, self._met = o, lse, whole
                 return
             self._o = o.new_empty(*o.shape[:2], self._rows, o.shape[3], dtype=lse.dtype)
             self._lse = lse.new_empty(*lse.shape[:2], self._rows)
         self._o = self._o.to(self._lse.dtype)
-        if rows is None and self._met == [(0, self._rows)]:
+        if [rows] == whole == self._met:
             self._o, self._lse = merge_(self._o, self._lse, o, lse)
             return
-        first, stop = (0, self._rows) if rows is None else (rows.start, rows.stop)
-        for start, end, known in list(self._cut(first, stop)):
+        first = rows[0]
+        for start, end, known in list(self._cut(*rows)):
             at, within = slice(start, end), slice(start - first, end - first)
             if known:
                 _, self._lse[:, :, at] = merge_(
@@ -71,7 +72,7 @@ class Merged:
             else:
                 self._o[:, :, at] = o[:, :, within]
                 self._lse[:, :, at] = lse[:, :, within]
-                self._met = sorted([*self._met, (start, end)])
+                self._met = _united([*self._met, (start, end)])
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output (B, H, rows, D), and log-sum-exp (B, H, rows)."""
@@ -92,3 +93,21 @@ class Merged:
                 start = min(end, stop)
         if start < stop:
             yield start, stop, False
+
+
+def joined_rows(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of each row of a batch as those of the batch."""
+    if len(results) == 1:
+        return results[0]
+    return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _united(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Disjoint ranges in order, neighbours made one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found

@@ -82,6 +82,12 @@ class Pairs:
         a, b = (reader.next() for reader in self._readers)
         return a, b
 
+    def drop(self, indices: Iterable[int]) -> None:
+        """Hold chunks no longer that are not in the buffers; of those that are not here nothing."""
+        for sequence in self._later:
+            for index in indices:
+                sequence.drop(index)
+
     def end_reading(self) -> None:
         """The tensors given last are no longer in use, and nothing more is read."""
         for reader in self._readers:

@@ -9,9 +9,12 @@ takes side by side. What nobody sees is in none of them, and costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 Range = tuple[int, int]
 
@@ -59,10 +62,8 @@ class Visibility:
 
     def pairs(self, seq_len: int) -> int:
         """Queries and keys that see each other in a sequence of so many tokens."""
-        starts = [start for start in self.starts if start < seq_len]
-        lengths = (stop - start for start, stop in zip(starts, [*starts[1:], seq_len], strict=True))
-        beyond = (0 if self.window is None else max(n - self.window, 0) for n in lengths)
-        lengths = (stop - start for start, stop in zip(starts, [*starts[1:], seq_len], strict=True))
+        lengths = [stop - start for start, stop in pairwise([*self.starts, seq_len])]
+        beyond = [0 if self.window is None else max(n - self.window, 0) for n in lengths]
         return sum(n * (n + 1) // 2 - b * (b + 1) // 2 for n, b in zip(lengths, beyond, strict=True))
 
     def blocks(self, tokens: Iterable[Range], keys: Range, *, joined: bool = False) -> list[Block]:
@@ -131,6 +132,48 @@ class Visibility:
         if whole < stop:
             yield Block((whole, stop), (whole, stop), "lower")
             yield from self._before((whole, stop), (whole - piece, whole))
+
+
+PLAIN = (Visibility(),)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer's attention goes within a document, whatever the sequence.
+
+    Attributes:
+        window: keys that a token sees at most, itself included; None for all.
+        chunk: documents are cut into parts of so many tokens that do not see each other (Llama 4); None for none.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def sees(self, q: Tensor, kv: Tensor) -> Tensor:
+        """Whether queries see keys, given the places of both in their document; they broadcast."""
+        seen = kv <= q
+        if self.window is not None:
+            seen = seen & (kv > q - self.window)
+        return seen if self.chunk is None else seen & (kv // self.chunk == q // self.chunk)
+
+    def over(self, documents: Sequence[Sequence[int]], seq_len: int) -> tuple[Visibility, ...]:
+        """What tokens see, of each row of a batch, or of all alike.
+
+        Args:
+            documents: first tokens of documents, of each row.
+            seq_len: tokens of a row. What reaches as far has no limit.
+        """
+        found = []
+        for starts in documents:
+            lengths = [stop - start for start, stop in pairwise([*starts, seq_len])]
+            longest = max(lengths)
+            if self.chunk is not None and self.chunk < longest:
+                parts = zip(starts, lengths, strict=True)
+                starts = [at for start, n in parts for at in range(start, start + n, self.chunk)]
+                longest = self.chunk
+            window = self.window if self.window is not None and self.window < longest else None
+            found.append(Visibility(tuple(starts), window))
+        return tuple(found)
 
 
 def _merged(blocks: list[Block], *, joined: bool) -> list[Block]:

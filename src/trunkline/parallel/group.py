@@ -101,6 +101,11 @@ class MeshRanks:
         own = self._ulysses.num_heads(x.shape[1])
         return x[:, :1].expand(-1, own, -1, -1)
 
+    def head_range(self, num_heads: int) -> slice:
+        """See `Ranks.head_range`."""
+        own = num_heads // self.degrees.sp
+        return slice(self._sp * own, (self._sp + 1) * own)
+
     def whole(self, x_BCE: Tensor) -> Tensor:
         """See `Ranks.whole`."""
         if self._sequence is None:
@@ -199,7 +204,7 @@ def flat(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 def fingerprint(batch: Batch) -> int:
     """A number that other tokens, positions, labels or shapes do not have."""
-    total = 0
+    total = _number(repr(batch.documents))
     for x in (batch.input_ids_BS, batch.position_ids, batch.targets):
         if x is None:
             total = _mixed(total, 1)

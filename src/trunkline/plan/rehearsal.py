@@ -83,7 +83,8 @@ def rehearse(
     tiers = tiers_for(device, config, virtual=True)
     with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
         conditions = Conditions(blank, ids_BS.device, draw_seed())
-        run, differentiate = engine.forward(decoder, config.on(device), batch, conditions, tiers, Alone())
+        reaches = support.reaches(decoder)
+        run, differentiate = engine.forward(decoder, config.on(device), batch, conditions, tiers, Alone(), reaches)
         loss = engine.loss(run, differentiate=differentiate)
     if differentiate:
         engine.backward(run, torch.empty_like(loss))

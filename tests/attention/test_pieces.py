@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trunkline.attention.rectangles import Gathered, Rectangle
+from trunkline.attention.pieces import Gathered, Piece
 from trunkline.chunking import Chunk, split
 
 PART = 4
@@ -49,25 +49,33 @@ def test_pieces_are_let_go_with_their_call() -> None:
     """Two are there at a time, of chunks that follow one another too, and all keys are met."""
     chunks, gather = split(6 * PART, PART), Gather()
     keys = torch.arange(6.0 * PART).reshape(1, 1, -1, 1)
-    gathered = Gathered(gather, bottom_right=False)
+    gathered = Gathered(gather)
 
-    def span(start: int, stop: int, *, causal: bool) -> Rectangle:
+    def span(start: int, stop: int, first: int | None) -> Piece:
         k = keys[:, :, start:stop]
-        return Rectangle(k, k, causal=causal, span=(start, stop))
+        return Piece(k, k, first, (start, stop))
 
-    def earlier(chunk: Chunk) -> Iterator[Rectangle]:
-        return (span(start, start + PART, causal=False) for start in range(0, chunk.start, PART))
+    def earlier(chunk: Chunk) -> Iterator[Piece]:
+        return (span(start, start + PART, None) for start in range(0, chunk.start, PART))
 
     for chunk in chunks:
         met: set[float] = set()
         most = 0
-        own = span(chunk.start, chunk.stop, causal=True)
+        own = span(chunk.start, chunk.stop, 2 * chunk.start)
         following = chunks[chunk.index + 1] if chunk.index < 5 else None
-        for rectangle in gathered.of_chunk(chunk, own, earlier, following):
+        for piece in gathered.of_chunk(chunk, own, earlier, following):
             most = max(most, gather.alive)
-            met |= set(rectangle.k.flatten().tolist())
-            del rectangle
+            met |= set(piece.k.flatten().tolist())
+            del piece
         assert met == set(range(chunk.stop))
         assert most <= 2
     assert len(gather.sent) == 1 + 2 + 3 + 4 + 5 + 6
     assert gather.alive == 0
+
+
+def test_what_is_gathered_of_one_chunk_is_in_the_order_of_the_sequence() -> None:
+    """A rank has the second and third slice of the chunk, the other one (all zeros) the first and the last."""
+    k = torch.arange(1.0, 1 + PART).reshape(1, 1, -1, 1)
+    own = Piece(k, k, 0, (0, PART))
+    (piece,) = Gathered(Gather()).of_chunk(Chunk(0, 0, PART), own, lambda chunk: iter(()), None)
+    assert piece.k.flatten().tolist() == [0, 0, 1, 2, 3, 4, 0, 0]

@@ -1,0 +1,51 @@
+"""How scores become weights: their scale, a soft cap, an attention sink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What an attention call says besides queries, keys and values.
+
+    Attributes:
+        scale: factor of the scores.
+        softcap: c of c · tanh(score / c), after the scale (Gemma 2); None for none.
+        sinks: (H,), a score of each query head that takes part in the softmax and has no value (gpt-oss); None for
+            none.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def of_heads(self, heads: slice) -> Scoring:
+        """That of some query heads."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
+
+    @property
+    def detached(self) -> Scoring:
+        """The same as a constant."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks.detach())
+
+
+def with_sinks(o_BHCD: Tensor, lse_BHC: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge an attention with its sinks: one more key, whose value is 0.
+
+    Returns:
+        The output o · sigmoid(lse - sink), in the dtype of `o_BHCD`, and the log-sum-exp with the sink.
+    """
+    sinks_HC = sinks_H.to(lse_BHC.dtype)[:, None]
+    weight_BHC = torch.sigmoid(lse_BHC - sinks_HC)
+    return (o_BHCD * weight_BHC[..., None]).to(o_BHCD.dtype), torch.logaddexp(lse_BHC, sinks_HC)
+
+
+def sinks_gradient(do_BHCD: Tensor, o_BHCD: Tensor, lse_BHC: Tensor, sinks_H: Tensor) -> Tensor:
+    """The gradient of sinks, (H,), from what `with_sinks` gave."""
+    delta_BHC = (do_BHCD.to(lse_BHC.dtype) * o_BHCD).sum(-1)
+    weight_BHC = torch.exp(sinks_H.to(lse_BHC.dtype)[:, None] - lse_BHC)
+    return -(weight_BHC * delta_BHC).sum((0, 2))

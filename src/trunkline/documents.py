@@ -1,0 +1,175 @@
+"""Packed documents: where each begins, from what says so, and that all that is said agrees.
+
+Documents never attend to each other, and none is trained to predict the first token of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ARGUMENTS = ("document_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+Starts = tuple[int, ...]
+
+
+class Documents(NamedTuple):
+    """The documents of a batch.
+
+    Attributes:
+        starts: first tokens, of each row, or once where they are those of all rows. A document may be padding.
+        position_ids: (1, S) or (B, S); None for 0 … S-1.
+    """
+
+    starts: tuple[Starts, ...]
+    position_ids: Tensor | None
+
+
+def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Documents:
+    """The documents of a batch.
+
+    Args:
+        given: arguments of a forward, by name: `position_ids`, in which a document begins at each 0, and `ARGUMENTS`.
+        ids_BS: token ids.
+        lengths_B: tokens of each row that are not padding; None where there is none.
+
+    Raises:
+        ValueError: an argument is of the wrong shape, or two contradict each other.
+    """
+    seq_len = ids_BS.shape[1]
+    lengths = None if lengths_B is None else lengths_B.tolist()
+    positions = _positions(given.get("position_ids"), ids_BS)
+    said: dict[str, tuple[Starts, ...]] = {}
+    for name in ("document_ids", "seq_idx"):
+        if given.get(name) is not None:
+            said[name] = _of_ids(name, given[name], ids_BS, lengths)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if given.get(name) is not None:
+            said[name] = _of_lengths(name, given[name], ids_BS)
+    if positions is not None:
+        restarts = _of_positions(positions, lengths, len(ids_BS))
+        if not said or restarts != ((0,),):
+            said["position_ids"] = restarts
+    if not said:
+        return Documents(((0,),), None)
+    name, starts = next(iter(said.items()))
+    for other, found in said.items():
+        if _each(found, len(ids_BS)) != _each(starts, len(ids_BS)):
+            raise ValueError(f"{name} and {other} say that documents begin at different tokens: leave one of them out.")
+    if positions is None:
+        positions = _restarting(starts, seq_len, ids_BS.device)
+    if lengths is not None and starts != ((0,),):  # what is behind the last token is no part of a document
+        rows = zip(_each(starts, len(ids_BS)), lengths, strict=True)
+        starts = tuple(
+            (*(at for at in row if at < length), *((length,) if length < seq_len else ())) for row, length in rows
+        )
+    return Documents(starts[:1] if len(set(starts)) == 1 else starts, positions)
+
+
+def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tensor:
+    """Targets (B, S-1) of tokens that are to predict the next, without those whose next is in another document."""
+    if tuple(starts) == ((0,),):
+        return targets
+    targets = targets.clone()
+    for row, each in enumerate(starts):
+        at = torch.tensor([start - 1 for start in each if 0 < start <= targets.shape[1]], device=targets.device)
+        targets[slice(None) if len(starts) == 1 else row, ..., at.long()] = ignore
+    return targets
+
+
+def within(starts: Sequence[Starts], seq_len: int) -> tuple[Starts, ...]:
+    """Of rows that end at a token."""
+    found = tuple(tuple(start for start in each if start < seq_len) for each in starts)
+    return found[:1] if len(set(found)) == 1 else found
+
+
+def _each(starts: tuple[Starts, ...], num_rows: int) -> tuple[Starts, ...]:
+    return starts * num_rows if len(starts) == 1 else starts
+
+
+def _positions(positions: Any, ids_BS: Tensor) -> Tensor | None:
+    num_rows, seq_len = ids_BS.shape
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor):
+        raise ValueError(
+            f"position_ids must be a tensor of shape {tuple(ids_BS.shape)}, not {type(positions).__name__}."
+        )
+    shape = tuple(positions.shape)
+    if positions.ndim == 3 and shape[0] in (3, 4):  # of text, and of time, height and width, which text has alike
+        if not bool((positions == positions[:1]).all()):
+            raise ValueError(
+                "position_ids of three dimensions differ between their planes, as they do for images: only text can be "
+                "streamed."
+            )
+        positions, shape = positions[0], shape[1:]
+    if shape not in ((seq_len,), (1, seq_len), (num_rows, seq_len)):
+        raise ValueError(f"position_ids must be of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, not {shape}.")
+    rows: Tensor = positions.reshape(-1, seq_len).to(ids_BS.device)
+    return rows
+
+
+def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
+    """A document begins at each position 0."""
+    if positions.device.type == "meta":
+        return ((0,),)
+    breaks = (positions.diff(dim=1) != 1).cpu()
+    restarts = (positions[:, 1:] == 0).cpu()
+    if lengths is not None:  # whatever padding has
+        breaks = breaks.expand(num_rows, -1)
+        breaks = breaks & (torch.arange(1, positions.shape[1]) < torch.tensor(lengths)[:, None])
+    wrong = breaks & ~restarts
+    if bool(wrong.any()):
+        row, at = (int(x) for x in wrong.nonzero()[0])
+        before, after = (int(x) for x in positions[min(row, len(positions) - 1), at : at + 2])
+        raise ValueError(
+            f"position_ids go from {before} to {after} at token {at + 1}: they must rise by 1 within a document, and "
+            "begin at 0 in the next. Pass document_ids (a number for each token's document) besides, where positions "
+            "are not to begin at 0."
+        )
+    return tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks)
+
+
+def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> tuple[Starts, ...]:
+    """A document is a run of one number."""
+    num_rows, seq_len = ids_BS.shape
+    shapes = ((seq_len,), (1, seq_len), (num_rows, seq_len))
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or tuple(ids.shape) not in shapes:
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"{name} must be whole numbers of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, one for each token's "
+            f"document; got {got}."
+        )
+    rows = ids.reshape(-1, seq_len).cpu()
+    rows = rows if lengths is None else rows.expand(num_rows, -1)
+    found = []
+    for row, numbers in enumerate(rows):
+        numbers = numbers if lengths is None else numbers[: lengths[row]]
+        starts = (0, *(numbers.diff().nonzero().flatten() + 1).tolist())
+        if len(numbers.unique()) < len(starts) and len(numbers):
+            raise ValueError(f"{name} comes back to a number in row {row}: the tokens of a document stand together.")
+        found.append(starts)
+    return tuple(found)
+
+
+def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:
+    """A document begins where the one before it ends."""
+    num_rows, seq_len = ids_BS.shape
+    if num_rows != 1:
+        raise ValueError(f"{name} is of one row, and input_ids has {num_rows}: pass document_ids.")
+    values = ends.flatten().tolist() if isinstance(ends, Tensor) else list(ends)
+    if values[:1] != [0] or values[-1] != seq_len or sorted(set(values)) != values:
+        raise ValueError(f"{name} must rise from 0 to {seq_len}, the tokens of input_ids, with no document empty.")
+    return (tuple(values[:-1]),)
+
+
+def _restarting(starts: tuple[Starts, ...], seq_len: int, device: torch.device) -> Tensor:
+    """Positions that begin at 0 in each document."""
+    rows = []
+    for each in starts:
+        lengths = torch.tensor([*each, seq_len]).diff()
+        rows.append(torch.arange(seq_len) - torch.tensor(each).repeat_interleave(lengths))
+    return torch.stack(rows).to(device)
