@@ -53,10 +53,14 @@ def build(family: str, dtype: torch.dtype = torch.float64, *, seed: int = 0, **o
     torch.manual_seed(seed)
     config = config_class(**{**settings, **overrides})
     model = T.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return scatter(model).to(dtype).train()
+
+
+def scatter(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights large enough for gradients to matter; norms' weights and biases off their initial ones and zeros."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norms' weights and biases off their initial ones and zeros, so that their gradients are told apart.
             scale = 0.15 if parameter.ndim > 1 else 0.3
             centre = parameter.mean() if parameter.ndim == 1 and "bias" not in name else 0.0
             parameter.copy_(centre + scale * torch.randn_like(parameter))
-    return model.to(dtype).train()
+    return model

@@ -7,6 +7,8 @@ long as both sides feed it the same fp32 roundings.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,6 +56,28 @@ def streamed(
     loss = model(input_ids=ids_BS, labels=labels_BS, num_items_in_batch=num_items).loss
     loss.backward()
     return loss.detach(), collect(model)
+
+
+def alone(model: nn.Module, ids_BS: Tensor, lengths: list[list[int]]) -> tuple[Tensor, Gradients]:
+    """The token-weighted mean of the losses of documents, each computed alone, and its gradients."""
+    count = sum(length - 1 for row in lengths for length in row)
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, row in zip(ids_BS, lengths, strict=True):
+        for document in ids[: sum(row)].split(row):
+            loss = cross_entropy(model(input_ids=document[None], use_cache=False).logits, document[None])
+            (loss / count).backward()
+            total += loss.detach()
+    return total / count, collect(model)
+
+
+def packed(model: nn.Module, ids_BS: Tensor, **given: Any) -> tuple[Tensor, Gradients]:
+    loss = model(input_ids=ids_BS, labels=ids_BS, **given).loss
+    loss.backward()
+    return loss.detach(), collect(model)
+
+
+def positions(lengths: list[list[int]]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -9,34 +9,12 @@ from typing import Any
 import pytest
 import torch
 from families import build
-from oracle import Gradients, check, collect, cross_entropy, tokens, total_error
-from torch import Tensor, nn
+from oracle import alone, check, packed, positions, tokens, total_error
+from torch import Tensor
 
 import trunkline
 
 LENGTHS = [[5, 1, 17, 9, 8], [12, 28]]  # of the documents in each row, 40 tokens
-
-
-def alone(model: nn.Module, ids_BS: Tensor, lengths: list[list[int]]) -> tuple[Tensor, Gradients]:
-    """The token-weighted mean of the losses of documents, each computed alone, and its gradients."""
-    count = sum(length - 1 for row in lengths for length in row)
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, row in zip(ids_BS, lengths, strict=True):
-        for document in ids[: sum(row)].split(row):
-            loss = cross_entropy(model(input_ids=document[None], use_cache=False).logits, document[None])
-            (loss / count).backward()
-            total += loss.detach()
-    return total / count, collect(model)
-
-
-def packed(model: nn.Module, ids_BS: Tensor, **given: Any) -> tuple[Tensor, Gradients]:
-    loss = model(input_ids=ids_BS, labels=ids_BS, **given).loss
-    loss.backward()
-    return loss.detach(), collect(model)
-
-
-def positions(lengths: list[list[int]]) -> Tensor:
-    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 
 def numbers(lengths: list[list[int]]) -> Tensor:

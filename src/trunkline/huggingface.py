@@ -9,6 +9,7 @@ cap). The layers run unmodified; their attention call lands in `_attention` thro
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -94,6 +95,30 @@ class _Stop(BaseException):
     """Leaves the model's forward, or a layer, at the point where all that was wanted is known."""
 
 
+class Offset:
+    """Stands for a cache where a layer takes the positions of its tokens from one; it holds nothing.
+
+    Args:
+        positions: position ids (1, C) or (B, C).
+    """
+
+    def __init__(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What makes positions of 0 … C - 1, (C,)."""
+        if len(self._positions) > 1 and not bool((self._positions == self._positions[:1]).all()):
+            raise ValueError(
+                "rows have other positions than each other, and this model's layers take one for all rows: pack "
+                "documents in one row at a time."
+            )
+        return self._positions[0] - torch.arange(self._positions.shape[1], device=self._positions.device)
+
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What it is given."""
+        return k, v
+
+
 class _StandIn(nn.Module):
     """Takes a layer's place: same attributes, but its forward is what the decoder wants done at the moment."""
 
@@ -127,11 +152,18 @@ class Arguments:
         x_BCE: Tensor = self.args[0] if self.args else self.kwargs["hidden_states"]
         return x_BCE
 
-    def call(self, layer: nn.Module, x_BCE: Tensor) -> Any:
-        """The layer, with another hidden state."""
+    def call(self, layer: nn.Module, x_BCE: Tensor, offset: Offset | None = None) -> Any:
+        """The layer, with another hidden state, and perhaps with what stands for a cache."""
+        kwargs = self.kwargs if offset is None else {**self.kwargs, cache_name(layer): offset}
         if self.args:
-            return layer(x_BCE, *self.args[1:], **self.kwargs)
-        return layer(**{**self.kwargs, "hidden_states": x_BCE})
+            return layer(x_BCE, *self.args[1:], **kwargs)
+        return layer(**{**kwargs, "hidden_states": x_BCE})
+
+
+def cache_name(layer: nn.Module) -> str:
+    """The argument of a layer that is a cache; none where it has none."""
+    known = inspect.signature(layer.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "past_key_value", "layer_past") if name in known), "")
 
 
 class Parameters(Protocol):
@@ -203,6 +235,7 @@ class HuggingFaceDecoder:
         self.layers = find_layers(model)
         self.num_layers = len(self.layers)
         self.returns_tuple = False  # whether a layer returns its hidden state in a tuple: known once one has run
+        self.takes_offset: set[int] = set()  # layers that ask a cache for their positions
         self.act: Callable[[Arguments], Tensor] = _nothing
         self._stand_ins: dict[str, nn.Module] = {
             name: _StandIn(layer, self) for name, layer in self.layers.named_children()
@@ -284,11 +317,12 @@ class HuggingFaceDecoder:
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
         """See `Decoder.layer`."""
         # Recorded anew for each chunk: kept for all, the rotary embeddings of 2M tokens would take 1 GiB.
-        arguments = self.record(index, batch.positions(chunk), inputs_embeds=x_BCE.detach())
+        positions = batch.positions(chunk)
+        arguments = self.record(index, positions, inputs_embeds=x_BCE.detach())
         call = _Call(attend)
         token = _current.set(call)
         try:
-            y = arguments.call(self.layers[index], x_BCE)
+            y = arguments.call(self.layers[index], x_BCE, Offset(positions) if index in self.takes_offset else None)
         finally:
             _current.reset(token)
         if call.count != 1:

@@ -39,10 +39,22 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     if missing:
         raise Unsupported(f"{name}.forward takes no {missing[0]}, so that its chunks cannot be placed.")
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
-    lists = [m for m in lists if any("attention" in type(part).__name__.lower() for part in m[0].modules())]
+    attending = [m for m in lists if any(_attends(layer) for layer in m)]
+    without = [layer for m in attending or lists for layer in m if not _attends(layer)]
+    if len(lists) == 1 and without:
+        raise Unsupported(
+            f"{name} has layers without attention ({type(without[0]).__name__}), such as state-space, recurrent or "
+            "linear-attention layers: they carry a state from token to token, and cannot be streamed."
+        )
+    lists = attending
     if len(lists) != 1:
         raise Unsupported(f"{name} has {len(lists)} lists of {config.num_hidden_layers} decoder layers instead of one.")
     return lists[0]
+
+
+def _attends(layer: nn.Module) -> bool:
+    names = [type(part).__name__.lower() for part in layer.modules()]
+    return any("attention" in each and "linear" not in each for each in names)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from trunkline.attention.core import Core, Names
 from trunkline.attention.visibility import Reach
 from trunkline.chunking import Chunk, split
 from trunkline.decoder import Batch
-from trunkline.huggingface import Arguments, HuggingFaceDecoder, first
+from trunkline.huggingface import Arguments, HuggingFaceDecoder, Offset, cache_name, first
 from trunkline.structure import Unsupported
 from trunkline.tiers.stores import resident
 
@@ -226,12 +226,25 @@ def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch
     y = arguments.call(layer, x_BSE)
     y_BSE = first(y)
     decoder.returns_tuple = isinstance(y, tuple)
+    if _asks_cache(layer, arguments, x_BSE, y_BSE, positions):
+        decoder.takes_offset.add(index)
     core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
                 names=Names("k", "v", "o", "lse"), sight=reach.over(batch.documents, batch.seq_len))  # fmt: skip
     with decoder.engaged():
         parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
     _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
     return y_BSE
+
+
+def _asks_cache(layer: nn.Module, arguments: Arguments, x_BSE: Tensor, y_BSE: Tensor, positions: Tensor) -> bool:
+    """Whether what a layer computes depends on how much its cache says to hold (Llama 4's temperature of queries)."""
+    if not cache_name(layer):
+        return False
+    try:
+        far = first(arguments.call(layer, x_BSE, Offset(positions + _FAR)))
+    except Exception:  # it wants a real cache, and so does without one here
+        return False
+    return not torch.equal(far, y_BSE)
 
 
 def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, chunk: Chunk, core: Core) -> Tensor:

@@ -89,9 +89,9 @@ def test_collectives_of_a_step_over_cp() -> None:
 
 
 def spans(seq_len: int) -> tuple[int, int]:
-    from trunkline.attention import core
+    from trunkline.attention import pieces
 
-    core.SPAN = 16
+    pieces.SPAN = 16
     *_, largest, _ = count({"cp": 2}, seq_len, ("attention",), 3)
     return largest, 0
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,22 +26,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trunkline.attention import calls
-from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, resolve
+from trunkline.attention.kernels import Kernel, resolve
 from trunkline.attention.meetings import Meetings
 from trunkline.attention.merge import Merged, joined_rows
 from trunkline.attention.pairs import Pair, Pairs
-from trunkline.attention.pieces import Gathered, Piece, Returns
+from trunkline.attention.pieces import SPAN, Piece, Pieces, Returns
 from trunkline.attention.scoring import Scoring, sinks_gradient, with_sinks
 from trunkline.attention.totals import Total
-from trunkline.attention.visibility import PLAIN, Block, Range, Visibility
-from trunkline.chunking import Chunk, spans
+from trunkline.attention.visibility import PLAIN, Block, Visibility
+from trunkline.chunking import Chunk
 from trunkline.ranks import KeyValueGather
 from trunkline.sequence import ChunkedSequence, Reader
 from trunkline.tiers.stores import Stores
-
-# Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer
-# spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
-SPAN = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,6 @@ class Core:
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._gather = gather
-        self._gathered = None if gather is None else Gathered(gather)
         self._softcap = softcap
         self._num_sights = len(sight)
         self._frees = frees and any(each.window is not None for each in sight)
@@ -115,6 +109,7 @@ class Core:
         self._separate = bool(names.live_k) and stores.placement is not None
         self.num_resident = 0 if self._frees else stores.num_resident(names.live, len(chunks))
         self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v))  # in the kernel's dtype
+        self._pieces = Pieces(chunks, self._kv, self.num_resident, self._meetings, gather)
         self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv))  # fp32 or wider
         self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
@@ -154,7 +149,7 @@ class Core:
     def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk, keeping neither; see `forward`."""
         if chunk.index == 0:
-            self._kv.read_later(j for each in self.chunks for j in self._streamed_before(each))
+            self._kv.read_later(j for each in self.chunks for j in self._pieces.streamed_before(each))
         self._softcap = scoring.softcap
         own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
@@ -246,9 +241,9 @@ class Core:
         if not self._kv_complete and self.num_resident == len(self.chunks):
             self._kv.put(self.chunks[-1], self._own(k, v))
         times = (not self.keep_attention) + differentiated  # to compute a chunk's attention again, and its gradient
-        self._kv.read_later(j for each in falling for _ in range(times) for j in self._streamed_before(each))
+        self._kv.read_later(j for each in falling for _ in range(times) for j in self._pieces.streamed_before(each))
         if differentiated:
-            met = ((each, j) for each in falling for j in (*self._streamed_before(each), each.index))
+            met = ((each, j) for each in falling for j in (*self._pieces.streamed_before(each), each.index))
             later = (j for each, j in met if j >= self.num_resident and self._meetings.is_met_after(each, j))
             self._dkv.read_later(later, take=True)
 
@@ -263,11 +258,6 @@ class Core:
 
     def _before(self, chunk: Chunk) -> Chunk | None:
         return self.chunks[chunk.index - 1] if chunk.index else None
-
-    def _streamed_before(self, chunk: Chunk) -> range:
-        """The streamed chunks that one meets besides itself."""
-        met = self._meetings.before(chunk)
-        return range(max(self.num_resident, met.start), met.stop)
 
     def _end_backward(self) -> None:
         for reader in self._kept_readers:
@@ -290,7 +280,7 @@ class Core:
         assert self._kernel is not None
         q_compute = q.to(own[0].dtype)
         merged = [Merged(q.shape[2]) for _ in range(self._num_sights)]
-        for piece in self._pieces(chunk, q, own, None, following):
+        for piece in self._pieces.of_chunk(chunk, q, own, following, self._kernel):
             for row, first, block in self._blocks(chunk, piece):
                 given = calls.of_row(row, q_compute, piece.k, piece.v)
                 part = calls.forward(self._kernel, block, *given, first=first, scale=scoring.scale)
@@ -314,7 +304,7 @@ class Core:
         returns = None if self._gather is None else Returns(self._gather)
         dq = Total(q, lse.dtype)
         sums: Pair | None = None
-        for piece in self._pieces(chunk, q, own, SPAN, self._before(chunk)):
+        for piece in self._pieces.of_chunk(chunk, q, own, self._before(chunk), kernel, longest=SPAN):
             dk, dv = Total(piece.k, lse.dtype), Total(piece.v, lse.dtype)
             for row, first, block in self._blocks(chunk, piece):
                 given = calls.of_row(row, do, q, piece.k, piece.v, o, lse)
@@ -360,62 +350,6 @@ class Core:
         joined = self._kernel.bottom_right
         for row, block in self._meetings.blocks(chunk, piece.first, piece.k.shape[2], joined=joined):
             yield (None if self._num_sights == 1 else row), piece.first, block
-
-    def _pieces(
-        self, chunk: Chunk, q: Tensor, own: Pair, longest: int | None, following: Chunk | None
-    ) -> Iterator[Piece]:
-        """What one chunk of queries meets, its own keys last.
-
-        `longest` is the most keys in a call, `following` the chunk that this will be called for next.
-        """
-        assert self._kernel is not None
-        if self._gathered is not None:
-            last = self._last(chunk, own, chunk.start)
-            yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
-            return
-        earlier, start = self._spans(chunk, q, longest), chunk.start
-        if chunk.index < self.num_resident and earlier and self._kernel.bottom_right:
-            *earlier, (start, _) = earlier
-        for span in earlier:
-            yield Piece(*self._kv.span(*span), span[0], span)
-        for index in self._streamed_before(chunk):
-            yield Piece(*self._kv.next_later(), self._meetings.starts[index], streamed=self.chunks[index])
-        yield self._last(chunk, own, start)
-
-    def _to_gather(self, q: Tensor, chunk: Chunk) -> Iterator[Piece]:
-        """This rank's keys before a chunk, in pieces such that what is gathered does not grow with the sequence."""
-        assert self._gather is not None
-        starts, met = self._meetings.starts, self._meetings.before(chunk)
-        if self._meetings.is_plain:
-            for span in self._spans(chunk, q, max(1, SPAN // self._gather.size)):
-                yield Piece(*self._kv.span(*span), None, span)
-        else:
-            for earlier in self.chunks[met.start : min(met.stop, self.num_resident)]:
-                span = earlier.start, earlier.stop
-                yield Piece(*self._kv.span(*span), starts[earlier.index], span)
-        for index in self._streamed_before(chunk):
-            first = None if self._meetings.is_plain else starts[index]
-            yield Piece(*self._kv.next_later(), first, streamed=self.chunks[index])
-
-    def _last(self, chunk: Chunk, own: Pair, start: int) -> Piece:
-        """The piece of a chunk's own keys, and of those before them from `start` on."""
-        first = start if self._gather is None else self._meetings.starts[chunk.index]
-        if chunk.index < self.num_resident:
-            return Piece(*self._kv.span(start, chunk.stop), first, (start, chunk.stop))
-        return Piece(*own, first, streamed=chunk)
-
-    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
-        """The spans of the buffers that are before a chunk and that it sees."""
-        size = 1 if self._gather is None else self._gather.size
-        # H heads: dk may be expanded.
-        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3] * size) - len(chunk)
-        if limit <= 0:
-            raise ValueError(
-                f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
-                "chunk_size or a smaller batch."
-            )
-        stop = chunk.start if chunk.index < self.num_resident else self._kv.tokens
-        return spans(min(self._meetings.first_keys[chunk.index], stop), stop, min(limit, longest or limit))
 
 
 class _Replay(torch.autograd.Function):

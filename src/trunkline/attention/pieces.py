@@ -11,15 +11,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from trunkline.attention.pairs import Pair
+from trunkline.attention.kernels import MAX_ELEMENTS, Kernel
+from trunkline.attention.meetings import Meetings
+from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Range
-from trunkline.chunking import Chunk
+from trunkline.chunking import Chunk, spans
 from trunkline.ranks import KeyValueGather, PendingPair
+
+# Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer
+# spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
+SPAN = 16_384
 
 _Coming: TypeAlias = "tuple[Piece, PendingPair]"
 
@@ -41,6 +48,92 @@ class Piece:
     first: int | None
     span: Range | None = None
     streamed: Chunk | None = None
+
+
+class Pieces:
+    """The pieces that each chunk of queries meets, its own keys last.
+
+    Args:
+        chunks: this rank's rows of each chunk.
+        kv: its keys and values.
+        num_resident: how many chunks, from the first, are in the buffers of `kv`.
+        meetings: which chunks meet.
+        gather: brings together keys and values that ranks hold in parts.
+    """
+
+    def __init__(
+        self, chunks: list[Chunk], kv: Pairs, num_resident: int, meetings: Meetings, gather: KeyValueGather | None
+    ) -> None:
+        self._chunks = chunks
+        self._kv = kv
+        self._num_resident = num_resident
+        self._meetings = meetings
+        self._size = 1 if gather is None else gather.size
+        self._gathered = None if gather is None else Gathered(gather)
+
+    def streamed_before(self, chunk: Chunk) -> range:
+        """The streamed chunks that one meets besides itself: `kv` is to give them in this order."""
+        met = self._meetings.before(chunk)
+        return range(max(self._num_resident, met.start), met.stop)
+
+    def of_chunk(
+        self, chunk: Chunk, q: Tensor, own: Pair, following: Chunk | None, kernel: Kernel, *, longest: int | None = None
+    ) -> Iterator[Piece]:
+        """Those of one chunk.
+
+        Args:
+            chunk: which.
+            q: its queries (B, H, C, D).
+            own: its keys and values.
+            following: the chunk that this will be called for next.
+            kernel: that takes them.
+            longest: most keys in a piece.
+        """
+        if self._gathered is not None:
+            last = self._last(chunk, own, chunk.start)
+            yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
+            return
+        earlier, start = self._spans(chunk, q, longest), chunk.start
+        if chunk.index < self._num_resident and earlier and kernel.bottom_right:
+            *earlier, (start, _) = earlier
+        for span in earlier:
+            yield Piece(*self._kv.span(*span), span[0], span)
+        for index in self.streamed_before(chunk):
+            yield Piece(*self._kv.next_later(), self._meetings.starts[index], streamed=self._chunks[index])
+        yield self._last(chunk, own, start)
+
+    def _to_gather(self, q: Tensor, chunk: Chunk) -> Iterator[Piece]:
+        """This rank's keys before a chunk, in pieces such that what is gathered does not grow with the sequence."""
+        starts, met = self._meetings.starts, self._meetings.before(chunk)
+        if self._meetings.is_plain:
+            for span in self._spans(chunk, q, max(1, SPAN // self._size)):
+                yield Piece(*self._kv.span(*span), None, span)
+        else:
+            for earlier in self._chunks[met.start : min(met.stop, self._num_resident)]:
+                span = earlier.start, earlier.stop
+                yield Piece(*self._kv.span(*span), starts[earlier.index], span)
+        for index in self.streamed_before(chunk):
+            first = None if self._meetings.is_plain else starts[index]
+            yield Piece(*self._kv.next_later(), first, streamed=self._chunks[index])
+
+    def _last(self, chunk: Chunk, own: Pair, start: int) -> Piece:
+        """The piece of a chunk's own keys, and of those before them from `start` on."""
+        first = start if self._gathered is None else self._meetings.starts[chunk.index]
+        if chunk.index < self._num_resident:
+            return Piece(*self._kv.span(start, chunk.stop), first, (start, chunk.stop))
+        return Piece(*own, first, streamed=chunk)
+
+    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
+        """The spans of the buffers that are before a chunk and that it sees."""
+        # H heads: dk may be expanded.
+        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3] * self._size) - len(chunk)
+        if limit <= 0:
+            raise ValueError(
+                f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
+                "chunk_size or a smaller batch."
+            )
+        stop = chunk.start if chunk.index < self._num_resident else self._kv.tokens
+        return spans(min(self._meetings.first_keys[chunk.index], stop), stop, min(limit, longest or limit))
 
 
 class Gathered:

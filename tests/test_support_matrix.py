@@ -1,0 +1,60 @@
+"""Every row of docs/support.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import alone, check, packed, plain, positions, streamed, tokens
+from support_matrix import PAGE, REFUSALS, ROWS, Refusal, Row, page
+
+import trunkline
+
+LENGTHS = [[5, 1, 17, 17], [12, 28]]
+EXPERTS = ["eager", "batched_mm", "grouped_mm"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
+def test_streamed(row: Row) -> None:
+    model, ids = row.build(), tokens(2, 40)
+    expected = plain(model, ids, ids)
+    for settings in ({"chunk_size": 7}, {"chunk_size": 16, "keep": ()}):
+        trunkline.stream(model, **settings)
+        check(streamed(model, ids, ids), expected, row.dtype, tolerance=row.tolerance)
+        trunkline.unstream(model)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
+def test_packed(row: Row) -> None:
+    model, lengths = row.build(), LENGTHS[: row.rows]
+    ids = tokens(row.rows, 40)
+    expected = alone(model, ids, lengths)
+    trunkline.stream(model, chunk_size=11)
+    check(packed(model, ids, position_ids=positions(lengths)), expected, row.dtype, tolerance=row.tolerance)
+
+
+def test_layers_that_take_one_position_for_all_rows() -> None:
+    (row,) = (row for row in ROWS if row.rows == 1)
+    model = trunkline.stream(row.build(), chunk_size=11)
+    with pytest.raises(ValueError, match="pack documents in one row at a time"):
+        packed(model, tokens(2, 40), position_ids=positions(LENGTHS))
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.experts], ids=lambda row: row.family)
+def test_every_implementation_of_experts(row: Row, experts: str) -> None:
+    model, ids = row.build(experts, torch.float32), tokens(2, 40)
+    expected = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=7)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.family)
+def test_refused(refusal: Refusal) -> None:
+    model = refusal.build()
+    with pytest.raises(ValueError, match=refusal.message):
+        trunkline.stream(model)
+    assert "forward" not in model.__dict__
+
+
+def test_the_page_says_what_is_tested() -> None:
+    assert PAGE.read_text() == page(), "run python tests/support_matrix.py"
