@@ -81,7 +81,7 @@ ROWS = [
         "attention chunks, layers without rotary positions, their temperature, experts",
         {"intermediate_size": 24, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1,
          "head_dim": 8, "attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0], "interleave_moe_layer_step": 2,
-         "attn_temperature_tuning": True, "floor_scale": 8}, rows=1),
+         "attn_temperature_tuning": True, "floor_scale": 8}, rows=1, dtype=torch.float32),
     Row("Mistral", T.MistralConfig, "sliding window", {"sliding_window": 11}),
     Row("Ministral", T.MinistralConfig, "sliding window",
         {"sliding_window": 9, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
@@ -199,23 +199,37 @@ REFUSALS = [
 ]  # fmt: skip
 
 
+_INTRODUCTION = """# Models
+
+This page is written by `python tests/support_matrix.py` from the table that the tests run: there is no row that is
+not tested. Other models are streamed too: `stream` asks the model itself, compares it with itself on a few tokens, and
+refuses by name what it cannot do exactly.
+
+## Streamed
+
+Tiny random models of each family: loss and every gradient equal to plain transformers, in two chunk sizes, with and
+without kept attention; and packed documents equal to each document alone. In fp64 the loss is within 1e-12 and
+gradients are within 1e-8 (1e-6 where transformers computes a norm in fp32 in any case); in fp32 both within 1e-5, where
+transformers has its eager attention alone or a router in fp32. Models with experts also in every implementation of
+experts: `eager`, `batched_mm`, `grouped_mm`.
+"""
+_REFUSED = """
+## Refused
+
+By `stream`, with the reason in the error.
+"""
+_ALSO = """
+Also refused, whatever the model: attention dropout in training, the auxiliary loss of experts (`output_router_logits`),
+rotary frequencies that depend on the length of the input (`dynamic`, `longrope`) beyond the original length, masks that
+are neither causal, nor a sliding window, nor attention chunks, left padding and masks with holes, caches, prompt tuning
+and other adapters that go around the model's forward.
+"""
+
+
 def page() -> str:
     """The text of docs/support.md."""
     lines = [
-        "# Models",
-        "",
-        "This page is written by `python tests/support_matrix.py` from the table that the tests run: there is no row",
-        "that is not tested. Other models are streamed too: `stream` asks the model itself, compares it with itself on a",
-        "few tokens, and refuses by name what it cannot do exactly.",
-        "",
-        "## Streamed",
-        "",
-        "Tiny random models of each family: loss and every gradient equal to plain transformers, in two chunk sizes,",
-        "with and without kept attention; and packed documents equal to each document alone. In fp64 the loss is within",
-        "1e-12 and gradients are within 1e-8 (1e-6 where transformers computes a norm in fp32 in any case); in fp32 both",
-        "within 1e-5, where transformers has its eager attention alone or a router in fp32. Models with experts also in",
-        "every implementation of experts: `eager`, `batched_mm`, `grouped_mm`.",
-        "",
+        _INTRODUCTION,
         "| Family | Class | What it has besides | Compared in |",
         "| --- | --- | --- | --- |",
     ]
@@ -223,22 +237,9 @@ def page() -> str:
         dtype = "fp32" if row.dtype == torch.float32 else "fp64"
         lines.append(f"| {row.family} | `{row.name}` | {row.exercises} | {dtype}, {row.tolerance or '1e-8'} |".replace(
             "fp32, 1e-8", "fp32, 1e-5").replace("1e-06", "1e-6"))  # fmt: skip
-    lines += [
-        "",
-        "## Refused",
-        "",
-        "By `stream`, with the reason in the error.",
-        "",
-        "| Family | Why |",
-        "| --- | --- |",
-        *(f"| {each.family} | {each.why} |" for each in REFUSALS),
-        "",
-        "Also refused, whatever the model: attention dropout in training, the auxiliary loss of experts",
-        "(`output_router_logits`), rotary frequencies that depend on the length of the input (`dynamic`, `longrope`)",
-        "beyond the original length, masks that are neither causal, nor a sliding window, nor attention chunks, left",
-        "padding and masks with holes, caches, prompt tuning and other adapters that go around the model's forward.",
-        "",
-    ]
+    lines += [_REFUSED, "| Family | Why |", "| --- | --- |"]
+    lines += [f"| {each.family} | {each.why} |" for each in REFUSALS]
+    lines.append(_ALSO)
     return "\n".join(lines)
 
 
