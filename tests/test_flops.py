@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trunkline.flops import UncountedModuleError, attention_flops, causal_pairs, linear_flops_per_token, model_flops
+from trunkline.flops import UncountedModuleError, attention_flops, linear_flops_per_token, model_flops
 from trunkline.train.presets import PRESETS
 
 TINY = {
@@ -69,13 +69,42 @@ def test_frozen_weights_have_no_weight_gradient():
     assert full - linear_flops_per_token(model) == 2 * down.numel()
 
 
+@pytest.mark.parametrize("documents", [None, [12], [5, 1, 6], [1] * 12])
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 12, 40])
-def test_pairs_by_counting(window):
-    seq_len = 12
-    mask = torch.ones(seq_len, seq_len).tril()
-    if window is not None:
-        mask = mask.triu(1 - window)
-    assert causal_pairs(seq_len, window) == int(mask.sum())
+def test_pairs_by_counting(window, documents):
+    """Windows in one layer of two, and packed documents: proportional to the sum of their squared lengths."""
+    kinds = ["full_attention", "sliding_attention" if window else "full_attention"]
+    config = AutoConfig.for_model("qwen2", **{**TINY["llama"], "sliding_window": window, "layer_types": kinds},
+                                  use_sliding_window=window is not None)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    numbers = torch.arange(len(documents or [12])).repeat_interleave(torch.tensor(documents or [12]))
+    mask = (numbers[:, None] == numbers) & torch.ones(12, 12).tril().bool()
+    limited = mask if window is None else mask & torch.ones(12, 12).triu(1 - window).bool()
+    expected = 12 * 4 * 16 * int(mask.sum() + limited.sum())
+    assert attention_flops(model, seq_len=12, documents=documents) == expected
+
+
+def test_documents_that_do_not_make_up_the_sequence():
+    with pytest.raises(ValueError, match=r"documents=\[5, 6\]: give lengths .* that are 12 together"):
+        model_flops(tiny("llama"), seq_len=12, documents=[5, 6])
+
+
+def test_experts_are_counted_as_they_are_used():
+    """Two of four experts, as the counter counts them where each expert is a product of its own."""
+    config = AutoConfig.for_model("mixtral", **TINY["llama"], num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    ids_BS = torch.randint(0, 101, (1, 24))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids_BS, labels=ids_BS).loss.backward()
+    assert counter.get_total_flops() == 24 * linear_flops_per_token(model)
+
+
+def test_values_of_another_width():
+    config = AutoConfig.for_model("deepseek_v3", **{**TINY["llama"], "num_key_value_heads": 4, "head_dim": None},
+                                  qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=4,
+                                  n_group=1, topk_group=1, num_experts_per_tok=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    assert attention_flops(model, seq_len=10) == 6 * 4 * (12 + 6) * 2 * 55
 
 
 def test_windows_of_layers_are_counted():
@@ -92,7 +121,7 @@ def test_windows_of_layers_are_counted():
     )
     model = AutoModelForCausalLM.from_config(config)
     assert sorted(config.layer_types) == ["full_attention", "sliding_attention"]
-    assert attention_flops(model, seq_len=32) == 12 * 2 * 16 * (causal_pairs(32) + causal_pairs(32, 8))
+    assert attention_flops(model, seq_len=32) == 12 * 2 * 16 * (32 * 33 // 2 + 32 * 33 // 2 - 24 * 25 // 2)
 
 
 def test_batches_multiply_and_bad_sizes_are_refused():

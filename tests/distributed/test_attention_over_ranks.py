@@ -1,0 +1,74 @@
+"""Packed documents, windows, sinks and the like over ranks, against each document alone on one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import alone, collect, positions, tokens
+from support_matrix import ROWS
+from torch.distributed.tensor import DTensor
+
+import trunkline
+from distributed.processes import run
+
+LENGTHS = [[5, 1, 17, 17], [12, 28]]
+FAMILIES = ["Llama", "Llama 4", "Mistral", "Gemma 2", "gpt-oss", "DeepSeek V3"]
+
+
+def compare(
+    degrees: dict[str, int], families: list[str], config: dict[str, Any], settings: dict[str, Any]
+) -> list[str]:
+    """What differs from each document alone."""
+    mesh = trunkline.init_mesh(**degrees)
+    wrong = []
+    for row in (row for row in ROWS if any(row.family.startswith(name) for name in families)):
+        model = replace(row, settings={**row.settings, **config}).build(dtype=torch.float32)
+        lengths = LENGTHS[: row.rows]
+        ids = tokens(row.rows, 40)
+        loss, expected = alone(copy.deepcopy(model), ids, lengths)
+        trunkline.shard(model, mesh)
+        trunkline.stream(model, mesh=mesh, **{"chunk_size": 8, **settings})
+        got = model(input_ids=ids, labels=ids, position_ids=positions(lengths)).loss
+        got.backward()
+        floor = 1e-6 * float(torch.stack([g.norm() for g in expected.values()]).norm())
+        if abs(float(got.detach()) - float(loss)) > 1e-6 * float(loss):
+            wrong.append(f"{row.family}: loss {float(got.detach())} instead of {float(loss)}")
+        for name, gradient in collect(model).items():
+            assert isinstance(gradient, DTensor)
+            difference = float((gradient.full_tensor() - expected[name]).norm())
+            if difference > 1e-5 * max(float(expected[name].norm()), floor):
+                wrong.append(f"{row.family}: {name} is off by {difference / float(expected[name].norm()):.1e}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("degrees", "families"),
+    [
+        ({"sp": 2}, FAMILIES), ({"cp": 2}, FAMILIES), ({"sp": 2, "cp": 2}, FAMILIES), ({"sp": 4}, FAMILIES[:3]),
+        ({"cp": 4}, FAMILIES[2:4]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_documents_windows_and_sinks(degrees: dict[str, int], families: list[str]) -> None:
+    world = 1
+    for degree in degrees.values():
+        world *= degree
+    for wrong in run(world, compare, degrees, families, {}, {}):
+        assert not wrong
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "streamed"}, {"strategy": "head_groups"}, {"inputs_every": 2, "keep": ()}], ids=str
+)
+def test_in_every_strategy(degrees: dict[str, int], settings: dict[str, Any], tmp_path: Path) -> None:
+    """Sinks of head groups on ranks that have a half of the heads each; windows whose chunks are on disk."""
+    given = {"chunk_size": 8, "device_budget": "200KiB", "disk": str(tmp_path), **settings}
+    heads = {"num_key_value_heads": 4}
+    for wrong in run(2, compare, degrees, ["Mistral", "gpt-oss"], heads, given):
+        assert not wrong
