@@ -119,9 +119,9 @@ class LiveBytes(TorchDispatchMode):
 
 def test_memory_beyond_the_stores_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of a step, less what the engine says it keeps, at 2,048 and 8,192 tokens in chunks of 256."""
-    from trunkline.attention import core
+    from trunkline.attention import pieces
 
-    monkeypatch.setattr(core, "SPAN", 512)
+    monkeypatch.setattr(pieces, "SPAN", 512)
     layers, width, heads, kv_heads, head_dim = 3, 32, 4, 2, 8
     kept = layers * width + layers * (heads * head_dim + heads)  # inputs; o and lse
     live = width + 4 * kv_heads * head_dim  # dy; k, v, dk, dv of one layer

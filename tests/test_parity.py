@@ -82,27 +82,27 @@ def test_any_shape(
 @pytest.mark.parametrize("span", [1, 5, 16, 64])
 def test_backward_spans(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys taken in several kernel calls a chunk give the same gradients."""
-    from trunkline.attention import core
+    from trunkline.attention import pieces
 
     model = build("llama")
     ids = tokens(1, 37)
     expected = plain(model, ids, ids)
-    monkeypatch.setattr(core, "SPAN", span)
+    monkeypatch.setattr(pieces, "SPAN", span)
     trunkline.stream(model, chunk_size=8)
     check(streamed(model, ids, ids), expected, FP64)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
 def test_forward_spans_where_a_kernel_takes_fewer_elements(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trunkline.attention import core
+    from trunkline.attention import pieces
 
     model = build("llama")
     ids = tokens(1, 37)
     expected = plain(model, ids, ids)
     trunkline.stream(model, chunk_size=8, kernel=kernel)
-    monkeypatch.setattr(core, "MAX_ELEMENTS", 4 * 8 * (8 + 5))  # heads x head dim x (chunk + 5 keys)
+    monkeypatch.setattr(pieces, "MAX_ELEMENTS", 4 * 8 * (8 + 5))  # heads x head dim x (chunk + 5 keys)
     check(streamed(model, ids, ids), expected, FP64)
-    monkeypatch.setattr(core, "MAX_ELEMENTS", 4 * 8 * 8)
+    monkeypatch.setattr(pieces, "MAX_ELEMENTS", 4 * 8 * 8)
     with pytest.raises(ValueError, match="smaller chunk_size"):
         model(input_ids=ids, labels=ids)
 

@@ -62,6 +62,8 @@ class StreamConfig:
         disk_budget: most bytes in that file; None is what is free on its disk.
         prefetch: tensors of one store on the device at a time, the one in use and those on their way: 1 turns double
             buffering off.
+        compile: compile the layers with torch.compile, all but their attention, which is a kernel's anyway. Layers
+            that are alike are compiled once, and chunks of other lengths once more.
         progress: called with a `Progress` before each chunk's work is issued; None calls nobody.
     """
 
@@ -76,6 +78,7 @@ class StreamConfig:
     disk: str | Path | None = None
     disk_budget: int | str | None = None
     prefetch: int = 2
+    compile: bool = False
     progress: Callable[[Progress], None] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,8 @@ class StreamConfig:
             raise ValueError(f"disk={str(self.disk)!r} is not a folder: make it, or give another.")
         if self.kernel not in kernels.NAMES:
             raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(kernels.NAMES)}.")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"compile={self.compile!r}: give True or False.")
         if self.progress is not None and not callable(self.progress):
             raise ValueError(f"progress={self.progress!r}: give a function that takes a Progress.")
 

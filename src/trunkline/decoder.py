@@ -160,3 +160,54 @@ class Decoder(Protocol):
     def head(self, x_BTE: Tensor) -> Tensor:
         """Final hidden states to logits (B, T, V)."""
         ...
+
+
+class Parameters(Protocol):
+    """Where a model's parameters are: the part of a `Decoder` that is about them."""
+
+    device: torch.device
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """See `Decoder.layer_parameters`."""
+        ...
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """See `Decoder.other_parameters`."""
+        ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients wait to be reduced with later ones."""
+        ...
+
+    def take_over(self) -> None:
+        """When parameters are gathered is up to sweeps from now on."""
+        ...
+
+    def hand_back(self) -> None:
+        """It is up to the model's own calls again."""
+        ...
+
+    def handed_back(self) -> AbstractContextManager[None]:
+        """The same for as long as this lasts."""
+        ...
+
+    def begin(self) -> None:
+        """See `Decoder.begin`."""
+        ...
+
+    def present(
+        self, layer: int | None, *, following: int | None = None, again: bool = False
+    ) -> AbstractContextManager[None]:
+        """See `Decoder.present`."""
+        ...
+
+    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """See `Decoder.live`."""
+        ...
+
+    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduced`."""
+        ...

@@ -263,6 +263,8 @@ def forward(
                 with decoder.present(layer, following=following, again=again):
                     forward_sweep(run, layer, differentiate=again)
             run.stores.settle_all()
+    # What a forward itself writes to, as PEFT does to experts that it adapts, says nothing about others.
+    run.watched = [(x, version) for x, version in watched if x._version == version]
     return run, differentiate
 
 

@@ -9,12 +9,13 @@ cap). The layers run unmodified; their attention call lands in `_attention` thro
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
 from trunkline.conditions import autocast_type
-from trunkline.decoder import Attend, Batch
+from trunkline.decoder import Attend, Batch, Parameters
 from trunkline.structure import Unsupported, find_layers, parameters_outside
 
 # The name under which layers find our attention. It has no mask function on purpose: transformers then builds no mask
@@ -166,57 +167,6 @@ def cache_name(layer: nn.Module) -> str:
     return next((name for name in ("cache", "past_key_values", "past_key_value", "layer_past") if name in known), "")
 
 
-class Parameters(Protocol):
-    """Where a model's parameters are: the part of a `Decoder` that is about them."""
-
-    device: torch.device
-
-    @property
-    def layer_parameters(self) -> list[list[Parameter]]:
-        """See `Decoder.layer_parameters`."""
-        ...
-
-    @property
-    def other_parameters(self) -> list[Parameter]:
-        """See `Decoder.other_parameters`."""
-        ...
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether gradients wait to be reduced with later ones."""
-        ...
-
-    def take_over(self) -> None:
-        """When parameters are gathered is up to sweeps from now on."""
-        ...
-
-    def hand_back(self) -> None:
-        """It is up to the model's own calls again."""
-        ...
-
-    def handed_back(self) -> contextlib.AbstractContextManager[None]:
-        """The same for as long as this lasts."""
-        ...
-
-    def begin(self) -> None:
-        """See `Decoder.begin`."""
-        ...
-
-    def present(
-        self, layer: int | None, *, following: int | None = None, again: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `Decoder.present`."""
-        ...
-
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """See `Decoder.live`."""
-        ...
-
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduced`."""
-        ...
-
-
 class HuggingFaceDecoder:
     """The `Decoder` that the engine runs, for a transformers causal language model.
 
@@ -232,6 +182,8 @@ class HuggingFaceDecoder:
         self.model = model
         self.sharding = sharding
         self._forward: Callable[..., Any] = model.forward
+        self.own_forward: Callable[..., Any] | None = model.__dict__.get("forward")  # of this one model, not its class
+        self._compiled: list[nn.Module] = []
         self.layers = find_layers(model)
         self.num_layers = len(self.layers)
         self.returns_tuple = False  # whether a layer returns its hidden state in a tuple: known once one has run
@@ -286,8 +238,23 @@ class HuggingFaceDecoder:
                 for config, implementation in zip(self._configs, before, strict=True):
                     config._attn_implementation = implementation
 
+    def compile(self) -> None:
+        """Have layers compiled when they are first called."""
+        for layer in self.layers:
+            if not _is_compiled(layer):
+                layer.compile()
+                self._compiled.append(layer)
+
+    def uncompile(self) -> None:
+        """Have those layers run as they are again."""
+        for layer in self._compiled:
+            layer._compiled_call_impl = None
+        self._compiled.clear()
+
     def begin(self) -> None:
         """See `Decoder.begin`."""
+        if any(_is_compiled(layer) for layer in self.layers):
+            _keep_out_of_graphs()
         if self.sharding is not None:
             self.sharding.begin()
 
@@ -388,6 +355,17 @@ class HuggingFaceDecoder:
             yield
         finally:
             self.act, self.layers._modules = _nothing, layers
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    return layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """Have torch.compile leave a layer's graph at its attention, rather than follow it into the core."""
+    disable: Any = torch.compiler.disable
+    AttentionInterface.register(ATTENTION, disable(_attention))
 
 
 def _nothing(arguments: Arguments) -> Tensor:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trunkline import documents, engine, inputs, support
 from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig, keepable
-from trunkline.decoder import Batch
-from trunkline.huggingface import HuggingFaceDecoder, Parameters
+from trunkline.decoder import Batch, Parameters
+from trunkline.huggingface import HuggingFaceDecoder
 from trunkline.ranks import Agreement, Alone, Ranks
 from trunkline.structure import SHARDING, base_model
 from trunkline.tiers.machines import tiers_for
@@ -43,6 +44,7 @@ def stream(
     disk: str | Path | None = None,
     disk_budget: int | str | None = None,
     prefetch: int = 2,
+    compile: bool = False,
     mesh: DeviceMesh | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> M:
@@ -66,6 +68,8 @@ def stream(
         disk: folder for a scratch file, for what the host has no room for.
         disk_budget: most bytes in that file; None is what is free on its disk.
         prefetch: tensors of one store on the device at a time; 1 turns double buffering off.
+        compile: compile the layers with torch.compile, all but their attention: those that are alike once, whatever
+            the lengths of chunks.
         mesh: the ranks that share the work, from `init_mesh`; every rank calls this, and the model, alike. Parameters
             are spread over them by `shard`, beforehand, or are whole on each.
         progress: called with a `Progress` before each chunk's work is issued.
@@ -79,7 +83,8 @@ def stream(
     config = StreamConfig(
         chunk_size=chunk_size, keep=keepable(keep), head_bytes=head_bytes,
         kernel=kernel, strategy=strategy, inputs_every=inputs_every, device_budget=device_budget,
-        host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, progress=progress,
+        host_budget=host_budget, disk=disk, disk_budget=disk_budget, prefetch=prefetch, compile=compile,
+        progress=progress,
     )  # fmt: skip
     base = base_model(model)
     before = _streamed_forward(base)
@@ -90,7 +95,9 @@ def stream(
         )
     if isinstance(base.__dict__.get("forward"), StreamedForward):
         unstream(model)
-    if "forward" in base.__dict__:
+    own = base.__dict__.get("forward")  # put there by Liger, perhaps
+    replaced = hasattr(base, "_original_forward") or hasattr(base, "_old_forward")  # accelerate's notes
+    if own is not None and (replaced or not isinstance(own, MethodType) or own.__self__ is not base):
         raise ValueError(
             f"the forward of this {type(base).__name__} has been replaced, by accelerate's mixed precision or device "
             "hooks perhaps: call stream() on the model first and prepare() after it, and keep the model on one device "
@@ -113,6 +120,8 @@ def stream(
         if sharding is not None:
             sharding.hand_back()
         raise
+    if config.compile:
+        decoder.compile()
     streamed = base.forward = StreamedForward(decoder, config, ranks)
     if model is not base and base.get_input_embeddings().weight.device.type != "meta":
         try:
@@ -153,7 +162,10 @@ def unstream(model: M) -> M:
             raise ValueError("gradients under trunkline.no_sync wait to be reduced: run a backward outside it first.")
         forward.decoder.sharding.hand_back()
     del base.forward
+    if forward.decoder.own_forward is not None:
+        base.forward = forward.decoder.own_forward
     base.__dict__.pop("_original_forward", None)  # accelerate's note of what it wrapped
+    forward.decoder.uncompile()
     return model
 
 

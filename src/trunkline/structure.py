@@ -68,6 +68,11 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             "the model is wrapped in DistributedDataParallel, whose reduction runs before a streamed backward is done: "
             "pass the model itself, and trunkline.stream(model, mesh=trunkline.init_mesh()) for several ranks."
         )
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "the model was compiled as a whole by torch.compile: pass the model itself, and compile=True to have its "
+            "layers compiled."
+        )
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         raise ValueError(

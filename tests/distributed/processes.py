@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -45,6 +46,7 @@ class Rank(NamedTuple):
 
 
 def _rank(rank: int, environment: dict[str, str], to: Connection, function: Callable[..., Any], *args: Any) -> None:
+    faulthandler.enable()  # a crash in native code says where it was
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:
@@ -121,6 +123,6 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = 2
     found = outcomes(start(world, function, *args), timeout)
     failed = [what for good, what in found if not good]
     if failed:
-        own = [what for what in failed if what is not None and what[0] != "RankError"]
+        own = [what for what in failed if what is None or what[0] != "RankError"]
         raise RankFailedError("\n".join("a rank was killed" if what is None else what[2] for what in own or failed))
     return [what for _, what in found]

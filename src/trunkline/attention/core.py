@@ -30,7 +30,7 @@ from trunkline.attention.kernels import Kernel, resolve
 from trunkline.attention.meetings import Meetings
 from trunkline.attention.merge import Merged, joined_rows
 from trunkline.attention.pairs import Pair, Pairs
-from trunkline.attention.pieces import SPAN, Piece, Pieces, Returns
+from trunkline.attention.pieces import Piece, Pieces, Returns
 from trunkline.attention.scoring import Scoring, sinks_gradient, with_sinks
 from trunkline.attention.totals import Total
 from trunkline.attention.visibility import PLAIN, Block, Visibility
@@ -304,7 +304,7 @@ class Core:
         returns = None if self._gather is None else Returns(self._gather)
         dq = Total(q, lse.dtype)
         sums: Pair | None = None
-        for piece in self._pieces.of_chunk(chunk, q, own, self._before(chunk), kernel, longest=SPAN):
+        for piece in self._pieces.of_chunk(chunk, q, own, self._before(chunk), kernel, backward=True):
             dk, dv = Total(piece.k, lse.dtype), Total(piece.v, lse.dtype)
             for row, first, block in self._blocks(chunk, piece):
                 given = calls.of_row(row, do, q, piece.k, piece.v, o, lse)

@@ -77,7 +77,7 @@ class Pieces:
         return range(max(self._num_resident, met.start), met.stop)
 
     def of_chunk(
-        self, chunk: Chunk, q: Tensor, own: Pair, following: Chunk | None, kernel: Kernel, *, longest: int | None = None
+        self, chunk: Chunk, q: Tensor, own: Pair, following: Chunk | None, kernel: Kernel, *, backward: bool = False
     ) -> Iterator[Piece]:
         """Those of one chunk.
 
@@ -87,13 +87,13 @@ class Pieces:
             own: its keys and values.
             following: the chunk that this will be called for next.
             kernel: that takes them.
-            longest: most keys in a piece.
+            backward: for its gradients: no piece is then longer than `SPAN`.
         """
         if self._gathered is not None:
             last = self._last(chunk, own, chunk.start)
             yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
             return
-        earlier, start = self._spans(chunk, q, longest), chunk.start
+        earlier, start = self._spans(chunk, q, SPAN if backward else None), chunk.start
         if chunk.index < self._num_resident and earlier and kernel.bottom_right:
             *earlier, (start, _) = earlier
         for span in earlier:

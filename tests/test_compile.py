@@ -1,0 +1,101 @@
+"""Layers that torch.compile compiles, and forwards that were put on a model from outside."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from families import build
+from oracle import check, plain, streamed, tokens
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import trunkline
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+    """Counts graphs instead of generating code for them."""
+    found = CompileCounter()
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_(self, backend=found))
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox"])
+def test_layers_are_compiled_once_whatever_the_lengths(family: str, counter: CompileCounter) -> None:
+    model = build(family, torch.float32, num_hidden_layers=5)
+    expected = {seq_len: plain(model, tokens(2, seq_len), tokens(2, seq_len)) for seq_len in (37, 45, 30, 51)}
+    trunkline.stream(model, chunk_size=8, compile=True)
+    graphs = []
+    for seq_len in (37, 37, 45, 30, 51):  # with tails of 5, 5, 5, 6, 3
+        check(streamed(model, tokens(2, seq_len), tokens(2, seq_len)), expected[seq_len], torch.float32)
+        graphs.append(counter.frame_count)
+    assert 0 < graphs[0] <= 16  # forward and backward, whole chunks and tails; not a layer each
+    assert len(set(graphs)) == 1
+    trunkline.unstream(model)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+    check(plain(model, tokens(2, 37), tokens(2, 37)), expected[37], torch.float32)
+
+
+def test_layers_that_were_compiled_before(counter: CompileCounter) -> None:
+    model = build("llama", torch.float32)
+    ids = tokens(2, 37)
+    expected = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=8)
+    for layer in model.model.layers:
+        layer.compile()
+    check(streamed(model, ids, ids), expected, torch.float32)
+    assert counter.frame_count > 0
+    trunkline.unstream(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)  # as it was found
+
+
+@pytest.mark.soak
+def test_compiled_code_is_right() -> None:
+    """Of the default backend, which needs a C++ compiler here."""
+    model = build("llama", torch.float32, num_hidden_layers=2)
+    ids = tokens(1, 21)
+    expected = plain(model, ids, ids)
+    torch._dynamo.reset()
+    trunkline.stream(model, chunk_size=8, compile=True)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compiled as a whole .* compile=True"):
+        trunkline.stream(torch.compile(build("llama", torch.float32)))
+    with pytest.raises(ValueError, match="compile='yes': give True or False"):
+        trunkline.stream(build("llama", torch.float32), compile="yes")
+
+
+def test_a_forward_that_liger_put_on_the_model() -> None:
+    """Its fused loss is not called, since logits never exist as a whole; everything else of it is."""
+    model = build("granite")
+    ids = tokens(2, 37)
+    calls = []
+
+    def lce_forward(
+        self: Any, input_ids: Any = None, position_ids: Any = None, inputs_embeds: Any = None, labels: Any = None,
+        logits_to_keep: int = 0, skip_logits: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        assert labels is None, "the fused loss was asked for"
+        calls.append(1)
+        return type(self).forward(self, input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds,
+                                  logits_to_keep=logits_to_keep, **kwargs)  # fmt: skip
+
+    own = model.forward = MethodType(lce_forward, model)
+    expected = plain(model, ids, ids)
+    calls.clear()
+    trunkline.stream(model, chunk_size=8)
+    check(streamed(model, ids, ids), expected, torch.float64)
+    assert calls
+    trunkline.unstream(model)
+    assert model.forward is own
+    model.forward = lambda **kwargs: None
+    with pytest.raises(ValueError, match="the forward of this GraniteForCausalLM has been replaced"):
+        trunkline.stream(model)
