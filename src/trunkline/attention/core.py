@@ -115,10 +115,9 @@ class Core:
         self._kept_readers: tuple[Reader, ...] = ()
         self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
 
-    @property
-    def needs_kv_pass(self) -> bool:
-        """Whether keys/values of the earlier chunks must be computed again before the backward sweep."""
-        return not self._kv_complete and len(self.chunks) > 1
+    def needs_kv_pass(self, chunk: Chunk) -> bool:
+        """Whether keys/values of a chunk must be computed again before the backward sweep: a later one meets them."""
+        return not self._kv_complete and self._meetings.is_met_after(chunk, chunk.index)
 
     @property
     def nbytes(self) -> int:
@@ -235,11 +234,9 @@ class Core:
         assert self.num_resident == len(self.chunks), "keys and values of all chunks must be resident"
         return self._gradient(chunk, do, q, self._kv.span(chunk.start, chunk.stop), o, lse, scale)
 
-    def _begin_backward(self, k: Tensor, v: Tensor, *, differentiated: bool) -> None:
-        """Before the last chunk's replay, given its keys and values: say what will be read in which order."""
+    def _begin_backward(self, *, differentiated: bool) -> None:
+        """Before the last chunk's replay: say what will be read in which order."""
         falling = self.chunks[::-1]
-        if not self._kv_complete and self.num_resident == len(self.chunks):
-            self._kv.put(self.chunks[-1], self._own(k, v))
         times = (not self.keep_attention) + differentiated  # to compute a chunk's attention again, and its gradient
         self._kv.read_later(j for each in falling for _ in range(times) for j in self._pieces.streamed_before(each))
         if differentiated:
@@ -363,7 +360,9 @@ class _Replay(torch.autograd.Function):
         streamed = chunk.index >= core.num_resident
         differentiated = any(ctx.needs_input_grad[:4])
         if chunk is core.chunks[-1]:
-            core._begin_backward(k, v, differentiated=differentiated)
+            core._begin_backward(differentiated=differentiated)
+        if not streamed and not core._kv_complete and not core.needs_kv_pass(chunk):
+            core._kv.put(chunk, core._own(k, v))
         own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
         o, lse = core._kept_output(chunk, q, own, scoring, differentiated=differentiated)
         # Keys and values in the buffers are still there in backward.
