@@ -64,7 +64,7 @@ def windowed(setup: Setup, window: int | None) -> PreTrainedModel:
 def growing(
     setup: Setup, lengths: Sequence[int], window: int, runs: int, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Microseconds a token at each length, with the window; and without, at the first."""
+    """Seconds a million tokens at each length, with the window; and without, at the first two."""
     models = {window: windowed(setup, window), None: windowed(setup, None)}
     for model in models.values():
         timed(model, [tokens(setup, lengths[0])])
@@ -113,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     times = growing(setup, given.lengths, given.window, given.runs, tell)
     first = f"{given.lengths[0]:,}"
-    table = Table(header_style="bold", title=f"microseconds a token, window {given.window:,}, chunks of "
+    table = Table(header_style="bold", title=f"seconds a million tokens, window {given.window:,}, chunks of "
                                              f"{given.chunk_size:,}")  # fmt: skip
-    for column in ("tokens", "µs a token", f"of that at {first}"):
+    for column in ("tokens", "seconds", f"of that at {first}"):
         table.add_column(column, justify="right")
     for name, samples in times.items():
         table.add_row(name, f"{median(samples):.1f}", f"{median(samples) / median(times[first]):.3f}")

@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operators import Operators
-from oracle import check, collect, plain, relative_error, streamed, tokens
+from oracle import alone, check, collect, packed, plain, positions, relative_error, streamed, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trunkline
@@ -28,7 +29,7 @@ from trunkline.tiers.stores import Stores, Tiers
 
 FP64 = torch.float64
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
-_models = {family: build(family) for family in ("llama", "gpt2", "cohere")}
+_models = {family: build(family) for family in ("llama", "gpt2", "cohere", "mistral")}
 
 
 def tiers_of(model: torch.nn.Module) -> Tiers:
@@ -59,6 +60,8 @@ ANYTHING: dict[str, Any] = {
     "kernel": st.sampled_from(["auto", "math"]),
     "strategy": st.sampled_from(["auto", "head_groups", "streamed"]),
     "seed": st.integers(0, 2**16),
+    "window": st.none() | st.integers(1, 20),  # of one of the families
+    "cuts": st.lists(st.sets(st.integers(1, 39), max_size=4), min_size=2, max_size=2),  # between documents
 }
 
 
@@ -71,11 +74,17 @@ def test_any_budget_under_the_adversary(**choice: Any) -> None:
 
 def check_any_budget(
     family: str, batch: int, seq_len: int, chunk_size: int, keep: Iterable[str], inputs_every: int, prefetch: int,
-    share: float, host: int, kernel: str, strategy: Any, seed: int,
+    share: float, host: int, kernel: str, strategy: Any, seed: int, window: int | None, cuts: list[set[int]],
 ) -> None:  # fmt: skip
     model = _models[family]
+    if family == "mistral":
+        model.config.sliding_window = window
     ids = tokens(batch, seq_len, seed=seed)
-    expected = plain(model, ids, ids)
+    ends = [[*sorted(cut for cut in row if cut < seq_len), seq_len] for row in cuts[:batch]]
+    lengths = [[b - a for a, b in pairwise([0, *row])] for row in ends]
+    if all(n == 1 for row in lengths for n in row):
+        return
+    expected = alone(model, ids, lengths)
     trunkline.stream(model, chunk_size=chunk_size, keep=keep, kernel=kernel, inputs_every=inputs_every,
                      prefetch=prefetch, strategy=strategy, device_budget=2**40)  # fmt: skip
     try:
@@ -83,7 +92,7 @@ def check_any_budget(
         device = int(least + share * max(everything - least, 0))
         tiers = with_adversary(model, seed, device, host, prefetch)
         with nothing_left():
-            got = streamed(model, ids, ids)
+            got = packed(model, ids, position_ids=positions(lengths))
     finally:
         trunkline.unstream(model)
     if seq_len > 1:

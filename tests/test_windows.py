@@ -1,0 +1,114 @@
+"""What a window, or a document, spares: chunks that are not met are not fetched, and what a window passed is let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import packed, positions, streamed, tokens
+
+import trunkline
+from trunkline.attention import calls
+from trunkline.attention.core import Core
+from trunkline.attention.pairs import Pairs
+
+CHUNK, N = 8, 12  # tokens of a chunk, chunks
+IDS = tokens(1, CHUNK * N)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, note: Callable[..., Any]) -> list[Any]:
+    """What `note` makes of each call of a method, after it."""
+    found, method = [], getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        found.append(note(self, *args, **kwargs))
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return found
+
+
+@pytest.mark.parametrize(("window", "reach"), [(1, 0), (2, 1), (9, 1), (10, 2), (30, 4)])
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_chunks_beyond_a_window_are_not_fetched(
+    window: int, reach: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each chunk's earlier ones as many as the window reaches into: in forward, and once in backward."""
+    model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=1)
+    budget = {"device_budget": "24KiB", "disk": tmp_path, "strategy": "streamed"} if tier == "disk" else {}
+    trunkline.stream(model, chunk_size=CHUNK, **budget)
+    read = watch(monkeypatch, Pairs, "next_later", lambda self: self._stores)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    met = sum(min(i, reach) for i in range(N))
+    assert len(read) == met
+    loss.backward()
+    # Keys and values again; and of their gradients those that a later chunk has left something in.
+    assert len(read) == 2 * met + sum(
+        1 for i in range(N - 1) for j in range(max(0, i - reach), i + 1) if i + 1 - reach <= j
+    )
+
+
+def test_keys_that_a_window_has_passed_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward as many chunks are held as one meets; in backward none that only later ones have met."""
+    model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
+    trunkline.stream(model, chunk_size=CHUNK)
+    pair = 2 * CHUNK * 2 * 8 * 4  # keys and values of a chunk: two heads of 8 in fp32
+    forward = watch(monkeypatch, Core, "attend", lambda self, *_: self._kv.nbytes // pair)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert forward == 2 * [1, *[2] * (N - 2), 0]
+    backward = watch(monkeypatch, Core, "_gradient", lambda self, chunk, *_: (chunk.index, self._kv.nbytes // pair))
+    loss.backward()
+    assert backward == 2 * [(i, max(i - 1, 0)) for i in range(N - 1, -1, -1)]
+
+
+@pytest.mark.parametrize("keep", [("attention",), ("attention", "kv"), ()])
+def test_a_window_takes_less_memory(keep: tuple[str, ...]) -> None:
+    """At the peak of the stores: keys and values of two chunks in place of all."""
+    peaks = {}
+    for window in (None, 12):
+        model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=1)
+        trunkline.stream(model, chunk_size=CHUNK, keep=keep)
+        streamed(model, IDS, IDS)
+        peaks[window] = trunkline.read_meters(model).peaks["device"]
+    assert peaks[12] < peaks[None]
+
+
+@pytest.mark.parametrize("lengths", [[96], [5, 1, 17, 9, 8, 56], [8] * 12, [1] * 96, [31, 65]])
+def test_work_is_that_of_the_pairs_that_see_each_other(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel calls compute as many pairs as the squares of the documents have, forward and backward."""
+    computed = {"forward": 0, "backward": 0}
+
+    def counting(part: str) -> Callable[..., Any]:
+        call = getattr(calls, part)
+
+        def counted(kernel: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+            rows, keys = (b - a for a, b in (block.rows, block.keys))
+            size = block.fold or rows
+            triangle = rows // size * (size * (size + 1) // 2) + (0 if block.fold else rows * (keys - rows))
+            computed[part] += rows * keys if block.shape == "full" else triangle
+            return call(kernel, block, *args, **kwargs)
+
+        return counted
+
+    model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
+    for part in computed:
+        monkeypatch.setattr(calls, part, counting(part))
+    packed(model, IDS, position_ids=positions([lengths]))
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    assert computed == {"forward": pairs, "backward": pairs}
+
+
+def test_keys_that_no_later_chunk_meets_are_not_projected_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents are whole chunks, backward has keys and values from the replay alone."""
+    model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
+    put = watch(monkeypatch, Core, "put", lambda self, chunk, *_: chunk.index)
+    for lengths, again in (([CHUNK] * N, []), ([CHUNK] * 4 + [3 * CHUNK] + [CHUNK] * 5, [4, 5])):
+        loss = model(input_ids=IDS, labels=IDS, position_ids=positions([lengths])).loss
+        put.clear()
+        loss.backward()
+        assert put == again
