@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import alone, collect, positions, tokens
+from families import build
+from oracle import alone, collect, plain, positions, tokens, total_error
 from support_matrix import ROWS
 from torch.distributed.tensor import DTensor
 
@@ -72,3 +73,31 @@ def test_in_every_strategy(degrees: dict[str, int], settings: dict[str, Any], tm
     heads = {"num_key_value_heads": 4}
     for wrong in run(2, compare, degrees, ["Mistral", "gpt-oss"], heads, given):
         assert not wrong
+
+
+def compiled(degrees: dict[str, int]) -> tuple[list[float], list[int]]:
+    """Errors and graphs after each of two steps."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter, compile_ = CompileCounter(), torch.nn.Module.compile
+    torch.nn.Module.compile = lambda self: compile_(self, backend=counter)  # no code is generated
+    model, ids = build("llama", torch.float32, num_hidden_layers=4), tokens(2, 61)
+    expected = plain(copy.deepcopy(model), ids, ids, 120)[1]
+    mesh = trunkline.init_mesh(**degrees)
+    trunkline.shard(model, mesh)
+    trunkline.stream(model, mesh=mesh, chunk_size=8, compile=True)
+    errors, graphs = [], []
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = {name: x.full_tensor() for name, x in collect(model).items()}
+        errors.append(total_error(gradients, expected))
+        graphs.append(counter.frame_count)
+    return errors, graphs
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"tp": 2}], ids=str)
+def test_compiled_layers(degrees: dict[str, int]) -> None:
+    """Also where two chunks take turns in a layer."""
+    for errors, (first, second) in run(2, compiled, degrees):
+        assert max(errors) < 1e-5
+        assert 0 < first == second

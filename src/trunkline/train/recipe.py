@@ -152,6 +152,7 @@ class Recipe(_Section):
     prefetch: Count = Field(
         default=2, description="tensors of one store on the device at a time; 1 turns double buffering off"
     )
+    compile: bool = Field(default=False, description="compile the layers with torch.compile, all but their attention")
     parallel: ParallelSection = ParallelSection()
     batch_size: Count = Field(default=1, description="samples of one micro-batch (global)")
     gradient_accumulation: Count = Field(default=1, description="micro-batches of one step")
