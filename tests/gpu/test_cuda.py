@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from families import build
-from oracle import plain, streamed, tokens, total_error
+from oracle import alone, packed, plain, positions, streamed, tokens, total_error
+from support_matrix import ROWS
 
 import trunkline
 
@@ -28,6 +30,56 @@ def test_no_worse_than_transformers(family: str, dtype: torch.dtype, keep: tuple
     _, got = streamed(model, ids, ids, 512)
     floor = 1e-5 if dtype == torch.float32 else 0.0
     assert total_error(got, exact) <= 1.2 * total_error(own, exact) + floor
+
+
+LENGTHS = [[70, 1, 129, 100], [40, 260]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["Mistral", "Gemma 2", "gpt-oss", "DeepSeek V3 and R1", "Llama 4 (text)"])
+def test_documents_windows_and_sinks(family: str, dtype: torch.dtype) -> None:
+    (row,) = (row for row in ROWS if row.family == family)
+    heads = {} if "DeepSeek" in family else {"head_dim": 32}
+    model = replace(row, settings={**row.settings, **heads}).build(dtype=dtype).cuda()
+    lengths = LENGTHS[: row.rows]
+    ids = tokens(row.rows, 300).cuda()
+    _, exact = alone(copy.deepcopy(model).float(), ids, lengths)
+    _, own = alone(model, ids, lengths)
+    trunkline.stream(model, chunk_size=64)
+    _, got = packed(model, ids, position_ids=positions(lengths).cuda())
+    floor = 1e-5 if dtype == torch.float32 else 0.0
+    assert total_error(got, exact) <= 1.2 * total_error(own, exact) + floor
+
+
+def test_liger_kernels() -> None:
+    """Its norms, MLPs and rotary positions run in the layers; its fused loss is not asked."""
+    liger = pytest.importorskip("liger_kernel.transformers")
+    model = build("llama", torch.bfloat16, head_dim=32).cuda()
+    ids = tokens(2, 300).cuda()
+    _, exact = plain(copy.deepcopy(model).double(), ids, ids, 512)
+    _, own = plain(model, ids, ids, 512)
+    liger.apply_liger_kernel_to_llama(model=model)
+    trunkline.stream(model, chunk_size=64)
+    _, got = streamed(model, ids, ids, 512)
+    assert total_error(got, exact) <= 1.3 * total_error(own, exact)
+
+
+def test_4_bit_weights_below_adapters() -> None:
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    model = build("llama", torch.bfloat16, hidden_size=64, head_dim=32).cuda()
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(layer.mlp, name)
+            quantised = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, bias=False)
+            quantised.load_state_dict(linear.state_dict())
+            setattr(layer.mlp, name, quantised.cuda())
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    ids = tokens(2, 300).cuda()
+    _, expected = plain(adapted, ids, ids, 512)
+    trunkline.stream(adapted, chunk_size=64)
+    _, got = streamed(adapted, ids, ids, 512)
+    assert total_error(got, expected) < 0.05  # both round in bf16
 
 
 BUDGETS = [
