@@ -11,6 +11,7 @@ import torch
 from families import build
 from oracle import alone, check, packed, positions, tokens, total_error
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
 
 import trunkline
 
@@ -77,10 +78,11 @@ def test_as_collators_say_it() -> None:
 
 def test_positions_that_go_on_in_the_next_document() -> None:
     """With document_ids positions may be anything: rotary positions are relative."""
-    model, ids = build("llama"), tokens(1, 40)
-    expected = alone(model, ids, [[25, 15]])
+    model, ids = build("llama"), tokens(2, 40)
+    lengths = [[25, 15], [25, 15]]
+    expected = alone(model, ids, lengths)
     trunkline.stream(model, chunk_size=8)
-    got = packed(model, ids, document_ids=numbers([[25, 15]]), position_ids=torch.arange(40)[None])
+    got = packed(model, ids, document_ids=numbers(lengths), position_ids=torch.arange(40).expand(2, -1))
     assert abs(float(got[0]) / float(expected[0]) - 1) < 1e-6  # cos and sin of other angles, in fp32
     assert total_error(got[1], expected[1]) < 1e-5
 
@@ -141,3 +143,13 @@ def test_any_documents_in_any_chunks() -> None:
         keep = chance.choice([(), ("attention",), ("kv",)])
         trunkline.stream(model, chunk_size=chance.randint(1, 50), keep=keep, inputs_every=chance.choice([1, 2]))
         check(packed(model, ids, position_ids=positions(lengths)), expected, torch.float64)
+
+
+def test_trainer_passes_documents_on(tmp_path: Path) -> None:
+    """Columns that are no argument of a model are dropped by transformers' Trainer: document_ids is one."""
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=16)
+    row = {"input_ids": tokens(1, 40)[0], "labels": tokens(1, 40)[0], "document_ids": numbers(LENGTHS[:1])[0]}
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    evaluated = Trainer(model, arguments, eval_dataset=[row]).evaluate()["eval_loss"]
+    expected, _ = packed(model, row["input_ids"][None], document_ids=row["document_ids"][None])
+    assert evaluated == pytest.approx(float(expected), rel=1e-5)

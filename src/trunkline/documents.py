@@ -14,6 +14,7 @@ from torch import Tensor
 ARGUMENTS = ("document_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 Starts = tuple[int, ...]
+_ONE: tuple[Starts, ...] = ((0,),)  # document in each row
 
 
 class Documents(NamedTuple):
@@ -51,27 +52,27 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
             said[name] = _of_lengths(name, given[name], ids_BS)
     if positions is not None:
         restarts = _of_positions(positions, lengths, len(ids_BS))
-        if not said or restarts != ((0,),):
+        if not said or restarts != _ONE:
             said["position_ids"] = restarts
     if not said:
-        return Documents(((0,),), None)
+        return Documents(_ONE, None)
     name, starts = next(iter(said.items()))
     for other, found in said.items():
         if _each(found, len(ids_BS)) != _each(starts, len(ids_BS)):
             raise ValueError(f"{name} and {other} say that documents begin at different tokens: leave one of them out.")
     if positions is None:
         positions = _restarting(starts, seq_len, ids_BS.device)
-    if lengths is not None and starts != ((0,),):  # what is behind the last token is no part of a document
+    if lengths is not None and starts != _ONE:  # what is behind the last token is no part of a document
         rows = zip(_each(starts, len(ids_BS)), lengths, strict=True)
         starts = tuple(
             (*(at for at in row if at < length), *((length,) if length < seq_len else ())) for row, length in rows
         )
-    return Documents(starts[:1] if len(set(starts)) == 1 else starts, positions)
+    return Documents(_once(starts), positions)
 
 
 def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tensor:
     """Targets (B, S-1) of tokens that are to predict the next, without those whose next is in another document."""
-    if tuple(starts) == ((0,),):
+    if tuple(starts) == _ONE:
         return targets
     targets = targets.clone()
     for row, each in enumerate(starts):
@@ -82,8 +83,12 @@ def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tens
 
 def within(starts: Sequence[Starts], seq_len: int) -> tuple[Starts, ...]:
     """Of rows that end at a token."""
-    found = tuple(tuple(start for start in each if start < seq_len) for each in starts)
-    return found[:1] if len(set(found)) == 1 else found
+    return _once(tuple(tuple(start for start in each if start < seq_len) for each in starts))
+
+
+def _once(starts: tuple[Starts, ...]) -> tuple[Starts, ...]:
+    """Once for all rows where they are alike."""
+    return starts[:1] if len(set(starts)) == 1 else starts
 
 
 def _each(starts: tuple[Starts, ...], num_rows: int) -> tuple[Starts, ...]:
@@ -115,7 +120,7 @@ def _positions(positions: Any, ids_BS: Tensor) -> Tensor | None:
 def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
     """A document begins at each position 0."""
     if positions.device.type == "meta":
-        return ((0,),)
+        return _ONE
     breaks = (positions.diff(dim=1) != 1).cpu()
     restarts = (positions[:, 1:] == 0).cpu()
     if lengths is not None:  # whatever padding has
@@ -130,7 +135,7 @@ def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -
             "begin at 0 in the next. Pass document_ids (a number for each token's document) besides, where positions "
             "are not to begin at 0."
         )
-    return tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks)
+    return _once(tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks))
 
 
 def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> tuple[Starts, ...]:
@@ -152,7 +157,7 @@ def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> t
         if len(numbers.unique()) < len(starts) and len(numbers):
             raise ValueError(f"{name} comes back to a number in row {row}: the tokens of a document stand together.")
         found.append(starts)
-    return tuple(found)
+    return _once(tuple(found))
 
 
 def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:

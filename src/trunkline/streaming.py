@@ -216,7 +216,12 @@ class StreamedForward:
         self.calls = 0
         self._tiers: Tiers | None = None
         self._tiers_device: torch.device | None = None
-        self.__signature__ = inspect.signature(decoder.model.forward)
+        own = inspect.signature(decoder.model.forward)
+        # Trainer drops columns of a dataset that are no argument of a model's forward.
+        more = inspect.Parameter("document_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        rest = [p for p in own.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self.__signature__ = own.replace(parameters=[*kept, more, *rest])
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the tiers: a copy of the model has its own."""
