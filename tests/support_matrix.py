@@ -218,7 +218,7 @@ experts: `eager`, `batched_mm`, `grouped_mm`.
 _REFUSED = """
 ## Refused
 
-By `stream`, with the reason in the error.
+By `stream`, with the reason in the error, or by the first forward where it depends on that (dropout, kernels).
 """
 _ALSO = """
 Also refused, whatever the model: attention dropout in training, the auxiliary loss of experts (`output_router_logits`),
@@ -237,7 +237,8 @@ def page() -> str:
     ]
     for row in ROWS:
         dtype = "fp32" if row.dtype == torch.float32 else "fp64"
-        lines.append(f"| {row.family} | `{row.name}` | {row.exercises} | {dtype}, {row.tolerance or '1e-8'} |".replace(
+        more = "; packed documents in one row at a time" if row.rows == 1 else ""
+        lines.append(f"| {row.family} | `{row.name}` | {row.exercises}{more} | {dtype}, {row.tolerance or '1e-8'} |".replace(
             "fp32, 1e-8", "fp32, 1e-5").replace("1e-06", "1e-6"))  # fmt: skip
     lines += [_REFUSED, "| Family | Why |", "| --- | --- |"]
     lines += [f"| {each.family} | {each.why} |" for each in REFUSALS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import MethodType
 from typing import Any
 
@@ -69,8 +70,40 @@ def test_compiled_code_is_right() -> None:
 def test_a_model_compiled_as_a_whole_is_refused() -> None:
     with pytest.raises(ValueError, match=r"compiled as a whole .* compile=True"):
         trunkline.stream(torch.compile(build("llama", torch.float32)))
+    model = build("llama", torch.float32)
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="was compiled as a whole: pass compile=True"):
+        trunkline.stream(model)
     with pytest.raises(ValueError, match="compile='yes': give True or False"):
         trunkline.stream(build("llama", torch.float32), compile="yes")
+
+
+@pytest.mark.parametrize("how", ["in place", "around it"])
+def test_a_streamed_model_that_is_compiled_afterwards_is_refused(how: str) -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
+    ids = tokens(1, 20)
+    if how == "in place":
+        model.compile(backend="eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match=r"runs under torch.compile.*compile=True to stream"):
+        compiled(input_ids=ids, labels=ids)
+
+
+def test_graphs_have_room_beyond_the_limit(counter: CompileCounter) -> None:
+    """Training, evaluation, other batches, autocast: more graphs of shared code than torch.compile's limit of 8."""
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8, compile=True)
+    with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for batch, seq_len in ((1, 37), (1, 20), (2, 37), (3, 9)):
+            ids = tokens(batch, seq_len)
+            model(input_ids=ids, labels=ids).loss.backward()
+            with torch.no_grad():
+                model.eval()(input_ids=ids, labels=ids)
+            model.train()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(input_ids=ids, labels=ids).loss.backward()
+    assert counter.frame_count > 12
 
 
 def test_a_forward_that_liger_put_on_the_model() -> None:

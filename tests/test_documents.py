@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from operators import Operators
 from oracle import alone, check, packed, positions, tokens, total_error
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
@@ -87,6 +88,38 @@ def test_positions_that_go_on_in_the_next_document() -> None:
     assert total_error(got[1], expected[1]) < 1e-5
 
 
+def test_positions_that_begin_elsewhere_in_each_document() -> None:
+    """As a trainer of cut documents has them; padding has any."""
+    model, ids = build("llama"), tokens(2, 40)
+    lengths = [[25, 10], [7, 33]]
+    expected = alone(model, ids, lengths)
+    trunkline.stream(model, chunk_size=8)
+    mask = (torch.arange(40) < torch.tensor([[35], [40]])).long()
+    rows = positions([[25, 10, 5], [7, 33]]) + 3
+    rows[0, 35:] = 999
+    got = packed(model, ids, document_ids=numbers([[25, 10, 5], [7, 33]]), position_ids=rows, attention_mask=mask)
+    assert abs(float(got[0]) / float(expected[0]) - 1) < 1e-6
+    assert total_error(got[1], expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_of_padding_mean_nothing(family: str) -> None:
+    """Beyond the learned ones; and rows with one document each are one kernel call, as without positions."""
+    model, ids = build(family), tokens(2, 40)
+    mask = (torch.arange(40) < torch.tensor([[35], [40]])).long()
+    rows = torch.arange(40).repeat(2, 1)
+    rows[0, 35:] = 9999
+    trunkline.stream(model, chunk_size=8)
+    expected = packed(model, ids, attention_mask=mask)
+    with Operators() as counted:
+        got = packed(model, ids, attention_mask=mask, position_ids=rows)
+    check(got, expected, torch.float64)
+    with Operators() as without:
+        packed(model, ids, attention_mask=mask)
+    flash = "_scaled_dot_product_flash_attention_for_cpu"
+    assert counted.counts[flash] == without.counts[flash]
+
+
 @pytest.mark.parametrize("name", ["position_ids", "document_ids"])
 def test_padding_and_packing_together(name: str) -> None:
     """The same loss as neither; whatever positions padding has."""
@@ -155,3 +188,10 @@ def test_trainer_passes_documents_on(tmp_path: Path) -> None:
     evaluated = Trainer(model, arguments, eval_dataset=[row]).evaluate()["eval_loss"]
     expected, _ = packed(model, row["input_ids"][None], document_ids=row["document_ids"][None])
     assert evaluated == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_every_token_a_document_is_warned_of() -> None:
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=16)
+    ids = tokens(1, 20)
+    with pytest.warns(UserWarning, match="every token is a document of its own"):
+        assert model(input_ids=ids, labels=ids, position_ids=torch.zeros_like(ids)).loss == 0

@@ -50,6 +50,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"position_ids": JUMP},
         "go from 11 to 30 at token 12: they must rise by 1 .* document_ids",
     ),
+    "float positions": ({"position_ids": RESTART.float()}, "position_ids must be whole numbers, not torch.float32"),
+    "two that disagree": (
+        {"document_ids": RESTART // 12, "seq_idx": JUMP // 30},
+        "document_ids and seq_idx say that documents begin at",
+    ),
     "planes of positions that differ": (
         {"position_ids": torch.stack([RESTART, RESTART, RESTART + 1])},
         "differ between their planes",
@@ -59,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "documents as a list": ({"document_ids": [0, 1]}, "document_ids must be .* got list"),
     "documents that disagree": (
         {"document_ids": COMES_BACK.clamp_min(0) * 0, "position_ids": RESTART},
-        "document_ids and position_ids say that",
+        "from 11 to 0 at token 12: within a document of document_ids",
     ),
     "lengths of one row": (
         {"cu_seq_lens_q": torch.tensor([0, 20])},
@@ -78,6 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache": ({"use_cache": True}, "use_cache .*unstream"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
     "attention weights": ({"output_attentions": True}, "output_attentions"),
+    "a name nearly right": ({"documents_ids": IDS}, "documents_ids is not supported .* did you mean document_ids"),
     "an unknown argument": ({"token_type_ids": IDS}, "token_type_ids is not supported"),
     "logits and labels": ({"labels": IDS, "logits_to_keep": 3}, "logits_to_keep goes without labels"),
     "negative logits_to_keep": ({"logits_to_keep": -1}, "logits_to_keep=-1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_wrappers_that_go_around_forward_or_replace_it() -> None:
         adapted.get_base_model().__dict__["forward"], StreamedForward
     )
     model = build("llama", torch.float32)
-    model.forward = model.forward
+    model.forward = partial(model.forward)
     with pytest.raises(ValueError, match="has been replaced"):
         trunkline.stream(model)
 
@@ -204,3 +205,8 @@ def test_a_model_on_the_meta_device_is_not_compared() -> None:
 def test_half_precision_models_are_not_refused_for_their_roundings(family: str, dtype: torch.dtype) -> None:
     for seed in range(3):
         trunkline.stream(build(family, dtype, seed=seed))
+
+
+def test_the_auxiliary_loss_of_experts() -> None:
+    config = T.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    refused(T.MixtralForCausalLM(config), "output_router_logits=True, for the auxiliary loss of experts")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from oracle import alone, check, packed, plain, positions, streamed, tokens
 from support_matrix import PAGE, REFUSALS, ROWS, Refusal, Row, page
 
 import trunkline
+from trunkline.support import reaches
 
 LENGTHS = [[5, 1, 17, 17], [12, 28]]
 EXPERTS = ["eager", "batched_mm", "grouped_mm"]
@@ -58,3 +63,38 @@ def test_refused(refusal: Refusal) -> None:
 
 def test_the_page_says_what_is_tested() -> None:
     assert PAGE.read_text() == page(), "run python tests/support_matrix.py"
+
+
+@pytest.mark.parametrize("strategy", ["resident", "head_groups", "streamed"])
+@pytest.mark.parametrize("trained", [["sinks"], ["sinks", "o_proj"], ["sinks", "norm"]], ids=str)
+def test_sinks_alone_are_trained(trained: list[str], strategy: str, tmp_path: Path) -> None:
+    """Where queries, keys and values need no gradient, sinks get theirs all the same."""
+    (row,) = (row for row in ROWS if row.family == "gpt-oss")
+    model, ids = row.build(), tokens(2, 40)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    expected = plain(model, ids, ids)
+    budget = {} if strategy == "resident" else {"device_budget": "400KiB", "disk": tmp_path, "strategy": strategy}
+    trunkline.stream(model, chunk_size=8, **budget)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+def test_a_model_that_gets_its_weights_after_stream_is_looked_at_then() -> None:
+    """On the meta device there are no values to compare, nor is there what a layer makes of its positions."""
+    (row,) = (row for row in ROWS if row.family.startswith("Llama 4"))
+    exact, ids = row.build(), tokens(1, 40)
+    expected = plain(exact, ids, ids)
+    model = copy.deepcopy(exact).to("meta")
+    trunkline.stream(model, chunk_size=8)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(exact.state_dict())
+    for mine, theirs in zip(model.buffers(), exact.buffers(), strict=True):  # frequencies, which no state has
+        mine.copy_(theirs)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+@pytest.mark.parametrize("window", [2**21 + 2, 3 * 2**20, 2**29])
+def test_windows_longer_than_anything_here(window: int) -> None:
+    (row,) = (row for row in ROWS if row.family == "Mistral")
+    model = replace(row, settings={"sliding_window": window}).build()
+    assert reaches(trunkline.stream(model).forward.decoder)[0].window == window

@@ -38,6 +38,11 @@ _HOME = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names."""
+    return [*__all__, "__all__", "__doc__", "__version__"]
+
+
 def __getattr__(name: str) -> Any:
     """Import torch and transformers when a name is first used, so that `trunkline --help` need not wait for them."""
     if name not in _HOME:

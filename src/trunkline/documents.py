@@ -40,7 +40,7 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
     Raises:
         ValueError: an argument is of the wrong shape, or two contradict each other.
     """
-    seq_len = ids_BS.shape[1]
+    num_rows, seq_len = ids_BS.shape
     lengths = None if lengths_B is None else lengths_B.tolist()
     positions = _positions(given.get("position_ids"), ids_BS)
     said: dict[str, tuple[Starts, ...]] = {}
@@ -50,20 +50,22 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if given.get(name) is not None:
             said[name] = _of_lengths(name, given[name], ids_BS)
-    if positions is not None:
-        restarts = _of_positions(positions, lengths, len(ids_BS))
-        if not said or restarts != _ONE:
-            said["position_ids"] = restarts
+    if positions is not None and positions.device.type != "meta":
+        _check_rising(positions, lengths, num_rows, next(iter(said.items()), None))
+        if not said:
+            said["position_ids"] = _of_positions(positions, lengths, num_rows)
     if not said:
-        return Documents(_ONE, None)
+        return Documents(_ONE, positions)
     name, starts = next(iter(said.items()))
     for other, found in said.items():
-        if _each(found, len(ids_BS)) != _each(starts, len(ids_BS)):
+        if _each(found, num_rows) != _each(starts, num_rows):
             raise ValueError(f"{name} and {other} say that documents begin at different tokens: leave one of them out.")
     if positions is None:
-        positions = _restarting(starts, seq_len, ids_BS.device)
+        positions = None if starts == _ONE else _restarting(starts, seq_len, ids_BS.device)
+    elif lengths is not None:
+        positions = _without_padding(positions, lengths, num_rows, packed=starts != _ONE)
     if lengths is not None and starts != _ONE:  # what is behind the last token is no part of a document
-        rows = zip(_each(starts, len(ids_BS)), lengths, strict=True)
+        rows = zip(_each(starts, num_rows), lengths, strict=True)
         starts = tuple(
             (*(at for at in row if at < length), *((length,) if length < seq_len else ())) for row, length in rows
         )
@@ -103,6 +105,8 @@ def _positions(positions: Any, ids_BS: Tensor) -> Tensor | None:
         raise ValueError(
             f"position_ids must be a tensor of shape {tuple(ids_BS.shape)}, not {type(positions).__name__}."
         )
+    if positions.is_floating_point():
+        raise ValueError(f"position_ids must be whole numbers, not {positions.dtype}.")
     shape = tuple(positions.shape)
     if positions.ndim == 3 and shape[0] in (3, 4):  # of text, and of time, height and width, which text has alike
         if not bool((positions == positions[:1]).all()):
@@ -117,25 +121,51 @@ def _positions(positions: Any, ids_BS: Tensor) -> Tensor | None:
     return rows
 
 
-def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
-    """A document begins at each position 0."""
-    if positions.device.type == "meta":
-        return _ONE
+def _breaks(positions: Tensor, lengths: list[int] | None, num_rows: int) -> Tensor:
+    """Where positions do not rise by 1 from the token before, (1, S - 1) or (B, S - 1), on the CPU."""
     breaks = (positions.diff(dim=1) != 1).cpu()
-    restarts = (positions[:, 1:] == 0).cpu()
-    if lengths is not None:  # whatever padding has
-        breaks = breaks.expand(num_rows, -1)
-        breaks = breaks & (torch.arange(1, positions.shape[1]) < torch.tensor(lengths)[:, None])
-    wrong = breaks & ~restarts
+    if lengths is None:
+        return breaks
+    real = torch.arange(1, positions.shape[1]) < torch.tensor(lengths)[:, None]  # whatever padding has
+    return breaks.expand(num_rows, -1) & real
+
+
+def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
+    """A document begins wherever they do not rise."""
+    breaks = _breaks(positions, lengths, num_rows)
+    return _once(tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks))
+
+
+def _check_rising(
+    positions: Tensor, lengths: list[int] | None, num_rows: int, known: tuple[str, tuple[Starts, ...]] | None
+) -> None:
+    """Refuse positions that do not rise by 1 within a document, of those that are known or else begin at each 0."""
+    breaks = _breaks(positions, lengths, num_rows)
+    if known is None:
+        wrong = breaks & ~(positions[:, 1:] == 0).cpu()
+        mend = (
+            "they must rise by 1 within a document, and begin at 0 in the next. Where they go on in the next document "
+            "pass document_ids, too, a number for each token's document"
+        )
+    else:
+        name, starts = known
+        wrong = breaks.expand(num_rows, -1).clone()
+        for row, each in enumerate(_each(starts, num_rows)):
+            wrong[row, [start - 1 for start in each[1:]]] = False
+        mend = f"within a document of {name} they must rise by 1"
     if bool(wrong.any()):
         row, at = (int(x) for x in wrong.nonzero()[0])
         before, after = (int(x) for x in positions[min(row, len(positions) - 1), at : at + 2])
-        raise ValueError(
-            f"position_ids go from {before} to {after} at token {at + 1}: they must rise by 1 within a document, and "
-            "begin at 0 in the next. Pass document_ids (a number for each token's document) besides, where positions "
-            "are not to begin at 0."
-        )
-    return _once(tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks))
+        raise ValueError(f"position_ids go from {before} to {after} at token {at + 1}: {mend}.")
+
+
+def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, packed: bool) -> Tensor:
+    """Positions with others in the place of those of padding, whatever these are."""
+    places = torch.arange(positions.shape[1], device=positions.device)
+    if not packed and bool((positions[:, 0] == positions[0, 0]).all()):
+        return positions[:1, :1] + places
+    real = places < torch.tensor(lengths, device=positions.device)[:, None]
+    return positions.expand(num_rows, -1).where(real, positions[:, :1])
 
 
 def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> tuple[Starts, ...]:
@@ -143,10 +173,9 @@ def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> t
     num_rows, seq_len = ids_BS.shape
     shapes = ((seq_len,), (1, seq_len), (num_rows, seq_len))
     if not isinstance(ids, Tensor) or ids.is_floating_point() or tuple(ids.shape) not in shapes:
-        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(
-            f"{name} must be whole numbers of shape {tuple(ids_BS.shape)} or {(1, seq_len)}, one for each token's "
-            f"document; got {got}."
+            f"{name} must be whole numbers of shape {tuple(ids_BS.shape)}, one for each token's document; got {got}."
         )
     rows = ids.reshape(-1, seq_len).cpu()
     rows = rows if lengths is None else rows.expand(num_rows, -1)
@@ -155,7 +184,10 @@ def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> t
         numbers = numbers if lengths is None else numbers[: lengths[row]]
         starts = (0, *(numbers.diff().nonzero().flatten() + 1).tolist())
         if len(numbers.unique()) < len(starts) and len(numbers):
-            raise ValueError(f"{name} comes back to a number in row {row}: the tokens of a document stand together.")
+            raise ValueError(
+                f"{name} comes back to a number in row {row}: the tokens of a document stand together, and padding is "
+                "marked by attention_mask, or by a number of its own."
+            )
         found.append(starts)
     return _once(tuple(found))
 
@@ -167,7 +199,10 @@ def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:
         raise ValueError(f"{name} is of one row, and input_ids has {num_rows}: pass document_ids.")
     values = ends.flatten().tolist() if isinstance(ends, Tensor) else list(ends)
     if values[:1] != [0] or values[-1] != seq_len or sorted(set(values)) != values:
-        raise ValueError(f"{name} must rise from 0 to {seq_len}, the tokens of input_ids, with no document empty.")
+        raise ValueError(
+            f"{name} must rise from 0 to {seq_len}, the tokens of input_ids, with no document empty: where each "
+            f"begins, and where the last ends, not how long they are; got {values[:8]}."
+        )
     return (tuple(values[:-1]),)
 
 

@@ -61,6 +61,8 @@ def _first_half(run: Run, layer: int, core: HeadGroupsCore) -> None:
     def finish(i: int, x_BCE: Tensor, projections: list[Tensor | None]) -> None:
         given = zip(projections, core.gradients(run.rows[i]), strict=True)
         pairs = [(x, dx.to(x.dtype)) for x, dx in given if x is not None and x.requires_grad and dx is not None]
+        if not pairs:  # sinks alone are trained, whose gradient comes with the last chunk
+            return
         grads = differentiate([x for x, _ in pairs], [*live, x_BCE] if with_input else live, [dx for _, dx in pairs])
         if dy is not None:
             dx_BCE = grads.pop()

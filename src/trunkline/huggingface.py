@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
+from trunkline.compilation import is_compiled, room_for_graphs
 from trunkline.conditions import autocast_type
 from trunkline.decoder import Attend, Batch, Parameters
 from trunkline.structure import Unsupported, find_layers, parameters_outside
@@ -228,7 +229,8 @@ class HuggingFaceDecoder:
     @contextlib.contextmanager
     def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
         """Have attention calls land in ours; afterwards every config says what it said before."""
-        with self.lock:  # the model's configs and list of layers are changed while it runs: one thread at a time
+        with self.lock, room_for_graphs(self.layers):
+            # The model's configs and list of layers are changed while it runs: one thread at a time.
             before = [config._attn_implementation for config in self._configs]
             try:
                 for config in self._configs:
@@ -241,7 +243,7 @@ class HuggingFaceDecoder:
     def compile(self) -> None:
         """Have layers compiled when they are first called."""
         for layer in self.layers:
-            if not _is_compiled(layer):
+            if not is_compiled(layer):
                 layer.compile()
                 self._compiled.append(layer)
 
@@ -253,7 +255,7 @@ class HuggingFaceDecoder:
 
     def begin(self) -> None:
         """See `Decoder.begin`."""
-        if any(_is_compiled(layer) for layer in self.layers):
+        if any(is_compiled(layer) for layer in self.layers):
             _keep_out_of_graphs()
         if self.sharding is not None:
             self.sharding.begin()
@@ -355,10 +357,6 @@ class HuggingFaceDecoder:
             yield
         finally:
             self.act, self.layers._modules = _nothing, layers
-
-
-def _is_compiled(layer: nn.Module) -> bool:
-    return layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
 
 
 @functools.cache

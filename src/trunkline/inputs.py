@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from trunkline.head import IGNORE
 
 _MENDS = {
     "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
-    "inputs_embeds": "pass input_ids",
+    "inputs_embeds": "pass input_ids (prompt and prefix tuning, which make embeddings of their own, are not supported)",
     "cache": "call trunkline.unstream(model) before generating",
     "past_key_values": "call trunkline.unstream(model) before generating",
     "use_cache": "call trunkline.unstream(model) before generating, or pass use_cache=False",
@@ -49,7 +51,8 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     """
     for argument, value in given.items():
         if argument not in _READ and value is not None and value is not False:
-            mend = _MENDS.get(argument, "leave it out")
+            close = difflib.get_close_matches(argument, _READ, 1)
+            mend = _MENDS.get(argument, f"leave it out, or did you mean {close[0]}" if close else "leave it out")
             raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
     ids_BS = given.get("input_ids")
     if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
@@ -62,6 +65,12 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
     starts, position_ids = documents.read(given, ids_BS, lengths_B)
     targets = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
+    if targets is not None and ids_BS.shape[1] > 1 and all(len(each) == ids_BS.shape[1] for each in starts):
+        warnings.warn(
+            "every token is a document of its own, so that none has a target: are position_ids all 0, or document_ids "
+            "all different?",
+            stacklevel=2,
+        )
     if targets is not None and given.get("shift_labels") is None:
         targets = documents.without_last(targets, starts, IGNORE)
     keep = given.get("logits_to_keep")
@@ -99,14 +108,15 @@ def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask must be of the shape of input_ids, {tuple(ids_BS.shape)}, not {shape}: masks other than "
-            "right padding are not supported. Leave it out for plain causal attention."
+            "right padding are not supported. Pass document_ids for packed documents; for plain causal attention leave "
+            "it out."
         )
     lengths_B = (mask != 0).sum(1)
     places_S = torch.arange(ids_BS.shape[1], device=mask.device)
     if not torch.equal(mask.to(torch.long), (places_S < lengths_B[:, None]).long()):
         raise ValueError(
             "attention_mask must be 1 for tokens and 0 for padding on the right (tokenizer.padding_side='right'); "
-            "left padding and masks with holes are not supported."
+            "left padding and masks with holes are not supported. Pass document_ids for packed documents."
         )
     return lengths_B.to(ids_BS.device) if bool((lengths_B < ids_BS.shape[1]).any()) else None
 

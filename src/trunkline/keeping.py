@@ -294,6 +294,11 @@ def choose(
         names = {name for core in cores for name in core.live} & set(placement.places)
         return all(placement.on_device(name) == len(chunks) for name in names)
 
+    if strategy == "streamed" and not any(tiers.accounts[tier].budget for tier in tiers.accounts if tier != "device"):
+        raise ValueError(
+            "strategy='streamed' moves keys and values out of the device, and there is nowhere to move them: set disk "
+            "to a folder (or host_budget on an accelerator), or leave the strategy to 'auto'."
+        )
     if strategy == "streamed":
         return layout, placed(layout, streamed=True)
     if strategy in ("auto", "resident"):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trunkline import documents, engine, inputs, support
+from trunkline.compilation import is_under_compile
 from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig, keepable
 from trunkline.decoder import Batch, Parameters
@@ -102,6 +103,11 @@ def stream(
             f"the forward of this {type(base).__name__} has been replaced, by accelerate's mixed precision or device "
             "hooks perhaps: call stream() on the model first and prepare() after it, and keep the model on one device "
             "(unstream() first, if it was streamed before it was prepared)."
+        )
+    if base._compiled_call_impl is not None:
+        raise ValueError(
+            f"this {type(base).__name__} was compiled as a whole: pass compile=True to have its layers compiled, and "
+            "leave the model as it is."
         )
     devices = sorted({str(p.device) for p in base.parameters()})
     if len(devices) > 1:
@@ -214,6 +220,8 @@ class StreamedForward:
         self.config = config
         self.ranks = ranks
         self.calls = 0
+        self._num_parameters = sum(1 for _ in decoder.model.parameters())
+        self._verified = decoder.device.type != "meta"  # where there were no values there was nothing to compare
         self._tiers: Tiers | None = None
         self._tiers_device: torch.device | None = None
         own = inspect.signature(decoder.model.forward)
@@ -252,6 +260,7 @@ class StreamedForward:
         Raises:
             ValueError: an argument is of the wrong shape or not supported; the text names it and the mend.
         """
+        self._refuse_changes()
         self.calls += 1
         model = self.decoder.model
         if args and args[0] is model:  # accelerate makes a method of what it finds below its wrappers
@@ -270,6 +279,8 @@ class StreamedForward:
             batch = replace(batch, divisor=agreement.num_targets)
         loss: Tensor | None = None
         logits: Tensor | None = None
+        if not self._verified and self.decoder.device.type != "meta":
+            self._verify()
         conditions = Conditions(model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
@@ -284,6 +295,38 @@ class StreamedForward:
                 logits = engine.last_logits(run, wanted.logits_to_keep)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output if wanted.return_dict else output.to_tuple()
+
+    def _verify(self) -> None:
+        """Compare the pieces of a model that had no values when it was streamed with the model itself."""
+        self._verified = True
+        model = self.decoder.model
+        del model.forward
+        try:
+            if self.decoder.own_forward is not None:
+                model.forward = self.decoder.own_forward
+            with self.ranks.guarded():
+                support.verify(self.decoder)
+        finally:
+            model.forward = self
+
+    def _refuse_changes(self) -> None:
+        """Refuse what has been done to the model since it was streamed, and would go wrong unseen.
+
+        Raises:
+            ValueError: the text says what.
+        """
+        model = self.decoder.model
+        if is_under_compile() or model._compiled_call_impl is not None:
+            raise ValueError(
+                f"{type(model).__name__} runs under torch.compile, which would follow every sweep into one graph: pass "
+                "compile=True to stream() instead, which compiles its layers (in TrainingArguments leave torch_compile "
+                "off)."
+            )
+        if self.ranks.traffic is not None and self._num_parameters != sum(1 for _ in model.parameters()):
+            raise ValueError(
+                f"this {type(model).__name__} has other parameters than when it was streamed, adapters perhaps, which "
+                "may differ between ranks: put them on before shard() and stream(mesh=...)."
+            )
 
     def _begin(self, given: dict[str, Any]) -> tuple[inputs.Wanted, Agreement]:
         """Check what a forward was given, with all other ranks, before the first sweep."""

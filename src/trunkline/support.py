@@ -29,8 +29,8 @@ from trunkline.tiers.stores import resident
 
 _PROBE_TOKENS = 8
 _ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
-_FAR = 2**22
-_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 22) for i in (0, 1))])  # where masks are asked
+_FAR = 2**30
+_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 30) for i in (0, 1)), _FAR])  # where masks are asked
 _MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
 
 
@@ -112,13 +112,18 @@ def reaches(decoder: HuggingFaceDecoder) -> list[Reach]:
 
 def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Reach:
     """What a mask function comes to; it is asked at places that tell."""
-    zero = torch.zeros((), dtype=torch.long)
+    device = decoder.device if decoder.device.type != "meta" else torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.long, device=device)
 
     def seen(q: Tensor, kv: Tensor) -> Tensor:
-        return torch.as_tensor(sees(zero, zero, q, kv)).expand((q + kv).shape)
+        q, kv = q.to(device), kv.to(device)
+        found: Tensor = torch.as_tensor(sees(zero, zero, q, kv)).expand((q + kv).shape)
+        return found if found.device.type == "meta" else found.cpu()
 
     chunk = getattr(decoder.model.config.get_text_config(), "attention_chunk_size", None)
-    if chunk is not None and seen(_PLACES, _PLACES).device.type == "meta":  # of attention chunks; it has no contents
+    if (
+        chunk is not None and decoder.device.type == "meta" and seen(_PLACES, _PLACES).device.type == "meta"
+    ):  # of attention chunks; it has no contents
         return Reach(chunk=chunk)
     if torch.equal(seen(_PLACES[:, None], _PLACES[None]), _PLACES[None] <= _PLACES[:, None]):
         return Reach()
@@ -170,6 +175,11 @@ def verify(decoder: HuggingFaceDecoder) -> None:
         ValueError: a piece differs; the text names the model and the piece.
     """
     device = decoder.device
+    if getattr(decoder.model.config.get_text_config(), "output_router_logits", False):
+        raise Unsupported(
+            f"the config of this {type(decoder.model).__name__} has output_router_logits=True, for the auxiliary loss "
+            "of experts, which is not supported yet: set it to False, and that loss is not trained."
+        )
     if device.type == "meta":
         _run_one_layer(decoder)
         return

@@ -143,7 +143,7 @@ class HeadGroupsCore:
 
         `known` comes before it.
         """
-        o: Tensor = _Take.apply(q, k, v, self, chunk, scoring)  # type: ignore[no-untyped-call]
+        o: Tensor = _Take.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
 
     def differentiate(self) -> bool:
@@ -229,8 +229,9 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, core: HeadGroupsCore, chunk: Chunk, scoring: Scoring
-    ) -> Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, core: HeadGroupsCore, chunk: Chunk,
+        scoring: Scoring,
+    ) -> Tensor:  # fmt: skip
         core._scoring = scoring.detached
         core._stash(chunk, ("q", "k", "v"), (q, k, v))
         ctx.core, ctx.chunk = core, chunk
@@ -243,4 +244,4 @@ class _Take(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[None, ...]:
         ctx.core._stash(ctx.chunk, ("do",), (do,))
-        return None, None, None, None, None, None
+        return None, None, None, None, None, None, None

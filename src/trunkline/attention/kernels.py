@@ -168,7 +168,7 @@ class PaddedKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         o, lse = self._kernel.forward(self._pad(q), self._pad(k), self._pad(v), causal=causal, scale=scale)
-        return o[..., : v.shape[-1]], lse
+        return o[..., : v.shape[-1]].contiguous(), lse  # what is kept is no more than it says
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
@@ -283,6 +283,13 @@ def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str, soft
     return _KERNELS[name][0]()
 
 
+def _warn_of_math(reason: str | None) -> None:
+    warnings.warn(
+        f"attention is computed by plain matrix products, several times slower than by flash attention: {reason}.",
+        stacklevel=3,
+    )
+
+
 def resolve(
     device: torch.device,
     dtype: torch.dtype,
@@ -310,6 +317,8 @@ def resolve(
     if softcap is not None:
         if name not in ("auto", "math"):
             raise ValueError(f"kernel={name!r} has no soft cap of scores, which this model has: use kernel='auto'.")
+        if device.type == "cuda" and name == "auto":
+            _warn_of_math("no flash attention here has the soft cap of scores that this model has")
         return MathKernel(softcap=softcap)
     candidates = list(_KERNELS) if name == "auto" else [name]
     reason = None
@@ -318,8 +327,7 @@ def resolve(
         refused, reason = reason, why_not(device, dtype, head_dim, value_dim)
         if reason is None:
             if candidate == "math" and name == "auto" and device.type == "cuda":
-                warnings.warn(f"attention is computed by plain matrix products, several times slower than by flash "
-                              f"attention: {refused}.", stacklevel=2)  # fmt: skip
+                _warn_of_math(refused)
             multiple = _DIM_MULTIPLES[candidate]
             dim = -(-max(head_dim, value_dim) // multiple) * multiple if multiple else 0
             return PaddedKernel(make(), dim) if dim and {head_dim, value_dim} != {dim} else make()

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trunkline.attention.kernels import MAX_ELEMENTS, Kernel
+from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, PaddedKernel
 from trunkline.attention.meetings import Meetings
 from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Range
@@ -93,7 +93,9 @@ class Pieces:
             last = self._last(chunk, own, chunk.start)
             yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
             return
-        earlier, start = self._spans(chunk, q, SPAN if backward else None), chunk.start
+        # What a kernel pads it copies: no more than a span either.
+        longest = SPAN if backward or isinstance(kernel, PaddedKernel) else None
+        earlier, start = self._spans(chunk, q, longest), chunk.start
         if chunk.index < self._num_resident and earlier and kernel.bottom_right:
             *earlier, (start, _) = earlier
         for span in earlier:
@@ -126,7 +128,8 @@ class Pieces:
     def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
         """The spans of the buffers that are before a chunk and that it sees."""
         # H heads: dk may be expanded.
-        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * q.shape[3] * self._size) - len(chunk)
+        width = -(-q.shape[3] // 8) * 8  # as kernels may pad it
+        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * width * self._size) - len(chunk)
         if limit <= 0:
             raise ValueError(
                 f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "

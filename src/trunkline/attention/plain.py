@@ -28,7 +28,7 @@ class MathKernel:
         return torch.promote_types(dtype, torch.float32)
 
     def _tiles(self, q: Tensor, k: Tensor, causal: bool) -> list[tuple[slice, Tensor | None]]:
-        """Key tiles with their masks (C, tile), True where a query may not look; tiles nobody sees are left out."""
+        """Key tiles with their masks (C, tile), True where a query may not look; None where all may."""
         num_queries, num_keys = q.shape[2], k.shape[2]
         offset = num_keys - num_queries  # the place of query 0 among the keys
         tiles: list[tuple[slice, Tensor | None]] = []

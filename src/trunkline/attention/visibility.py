@@ -18,6 +18,8 @@ from torch import Tensor
 
 Range = tuple[int, int]
 
+_MOST_FOLDED = 8_192  # pieces in a call: the grid of a CUDA kernel ends at 65,535
+
 
 class Block(NamedTuple):
     """Rows of a chunk, and keys that they meet in one kernel call.
@@ -126,9 +128,12 @@ class Visibility:
         piece = max(self.window - 1, 1)  # as many keys as the last token of a piece sees of the piece before
         count = (stop - start) // piece
         whole = start + count * piece
-        yield Block((start, whole), (start, whole), "lower", piece)
-        if self.window > 1 and count > 1:
-            yield Block((start + piece, whole), (start, whole - piece), "upper", piece)
+        for at in range(start, whole, _MOST_FOLDED * piece):
+            stop_at = min(at + _MOST_FOLDED * piece, whole)
+            yield Block((at, stop_at), (at, stop_at), "lower", piece)
+            first = max(at, start + piece)
+            if self.window > 1 and first < stop_at:
+                yield Block((first, stop_at), (first - piece, stop_at - piece), "upper", piece)
         if whole < stop:
             yield Block((whole, stop), (whole, stop), "lower")
             yield from self._before((whole, stop), (whole - piece, whole))

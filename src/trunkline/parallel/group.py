@@ -184,9 +184,9 @@ class MeshRanks:
             if len(set(tokens)) > 1:
                 odd = replica[_odd(tokens)]
                 raise ValueError(
-                    f"rank {odd} was given other tokens, positions or labels than the ranks it shares a sequence with "
-                    f"({_names(replica)}): every rank of a group passes the same global input_ids, and takes its part "
-                    "itself. Only dp replicas get different data; shuffle with one seed a replica."
+                    f"rank {odd} was given other tokens, positions, documents or labels than the ranks it shares a "
+                    f"sequence with ({_names(replica)}): every rank of a group passes the same global input_ids, and "
+                    "takes its part itself. Only dp replicas get different data; shuffle with one seed a replica."
                 )
         own = members[self._dp].tolist()
         replicas = [rows[replica[0]][4] for replica in members.tolist()]
