@@ -236,10 +236,9 @@ def page() -> str:
         "| --- | --- | --- | --- |",
     ]
     for row in ROWS:
-        dtype = "fp32" if row.dtype == torch.float32 else "fp64"
+        compared = "fp32, 1e-5" if row.dtype == torch.float32 else "fp64, 1e-6" if row.tolerance else "fp64, 1e-8"
         more = "; packed documents in one row at a time" if row.rows == 1 else ""
-        lines.append(f"| {row.family} | `{row.name}` | {row.exercises}{more} | {dtype}, {row.tolerance or '1e-8'} |".replace(
-            "fp32, 1e-8", "fp32, 1e-5").replace("1e-06", "1e-6"))  # fmt: skip
+        lines.append(f"| {row.family} | `{row.name}` | {row.exercises}{more} | {compared} |")
     lines += [_REFUSED, "| Family | Why |", "| --- | --- |"]
     lines += [f"| {each.family} | {each.why} |" for each in REFUSALS]
     lines.append(_ALSO)
