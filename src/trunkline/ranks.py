@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trunkline.chunking import Chunk
 from trunkline.decoder import Batch
@@ -125,6 +125,14 @@ class Ranks(Protocol):
         """
         ...
 
+    def require_same_weights(self, model: nn.Module) -> None:
+        """Make sure that all ranks hold the same weights, where each holds all of them.
+
+        Raises:
+            ValueError: they do not; on all ranks.
+        """
+        ...
+
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """Run a sweep: an error of this rank reaches the others, and theirs this one."""
         ...
@@ -188,6 +196,9 @@ class Alone:
 
     def require_same(self, what: object, name: str) -> None:
         """See `Ranks.require_same`."""
+
+    def require_same_weights(self, model: nn.Module) -> None:
+        """See `Ranks.require_same_weights`."""
 
     def guarded(self) -> contextlib.AbstractContextManager[None]:
         """See `Ranks.guarded`."""

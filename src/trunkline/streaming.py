@@ -322,11 +322,10 @@ class StreamedForward:
                 "compile=True to stream() instead, which compiles its layers (in TrainingArguments leave torch_compile "
                 "off)."
             )
-        if self.ranks.traffic is not None and self._num_parameters != sum(1 for _ in model.parameters()):
-            raise ValueError(
-                f"this {type(model).__name__} has other parameters than when it was streamed, adapters perhaps, which "
-                "may differ between ranks: put them on before shard() and stream(mesh=...)."
-            )
+        count = sum(1 for _ in model.parameters())
+        if count != self._num_parameters:  # adapters, perhaps, drawn at random
+            self.ranks.require_same_weights(model)
+            self._num_parameters = count
 
     def _begin(self, given: dict[str, Any]) -> tuple[inputs.Wanted, Agreement]:
         """Check what a forward was given, with all other ranks, before the first sweep."""

@@ -336,6 +336,23 @@ def test_copies_and_adapters_put_on_after_stream() -> None:
         assert max(errors) < 1e-8
 
 
+def late_adapters_that_differ() -> str:
+    mesh = trunkline.init_mesh(sp=2)
+    model = trunkline.stream(build("llama"), mesh=mesh, chunk_size=8)
+    torch.manual_seed(torch.distributed.get_rank())
+    late = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).double()
+    ids = tokens(1, 20)
+    try:
+        late(input_ids=ids, labels=ids)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_adapters_that_ranks_drew_differently() -> None:
+    assert all("holds other weights than the other ranks" in text for text in run(2, late_adapters_that_differ))
+
+
 def saved(degrees: dict[str, int], zero: int, folder: str) -> list[bool]:
     """Whether what every rank's `save_pretrained` left is the model, and its adapters."""
     found = []

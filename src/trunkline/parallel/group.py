@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trunkline.chunking import Chunk, zigzag
@@ -129,6 +130,11 @@ class MeshRanks:
                     f"{name} differs between {_names(replica)}, which share a sequence but have other room (on their "
                     "disks, perhaps): set all budgets, disk_budget too, to what every rank has."
                 )
+
+    def require_same_weights(self, model: nn.Module) -> None:
+        """See `Ranks.require_same_weights`."""
+        if not any(isinstance(p, DTensor) for p in model.parameters()):
+            require_same_weights(cast(PreTrainedModel, model), self.mesh)
 
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
