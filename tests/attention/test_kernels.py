@@ -126,3 +126,11 @@ def test_half_precision_without_instructions_is_computed_in_fp32(
     monkeypatch.setattr(torch.ops, "mkldnn", Processor(True))
     assert CpuFlashKernel().compute_dtype(dtype) == dtype
     assert CpuFlashKernel().compute_dtype(torch.float64) == torch.float64
+
+
+def test_padded_outputs_are_no_larger_than_they_say() -> None:
+    """They are kept for backward, and counted by what they say."""
+    o, _ = resolve(CPU, torch.float32, 16, 8).forward(
+        torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 8), causal=True, scale=0.3
+    )
+    assert o.untyped_storage().nbytes() == o.nbytes
