@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from trunkline.attention.core import Core
 from trunkline.attention.groups import HeadGroupsCore
 from trunkline.attention.scoring import Scoring
-from trunkline.attention.visibility import Reach
+from trunkline.attention.visibility import Reach, Visibility
 from trunkline.chunking import Chunk
 from trunkline.conditions import Conditions
 from trunkline.config import Progress, StreamConfig
@@ -45,6 +45,7 @@ class Run:
     stores: Stores
     inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
     cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
+    sights: dict[Reach, tuple[Visibility, ...]] = field(default_factory=dict)  # what tokens see, of each reach
     sums: GradientSums = field(default_factory=GradientSums)
     dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
     lowest: int | None = None  # layer that backward must reach, -1 the embedding; None where only the head is trained
@@ -68,10 +69,12 @@ class Run:
 
     def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
         """A core for a layer, whose outputs, or keys and values, are kept."""
-        layout = self.layout
+        layout, reach = self.layout, self.reaches[layer]
+        if reach not in self.sights:
+            self.sights[reach] = reach.over(self.batch.documents, self.batch.seq_len)
         common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores,
                   "gather": self.ranks.gather,
-                  "sight": self.reaches[layer].over(self.batch.documents, self.batch.seq_len)}  # fmt: skip
+                  "sight": self.sights[reach]}  # fmt: skip
         if self.head_groups > 1:
             return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
