@@ -54,7 +54,7 @@ def test_chunks_beyond_a_window_are_not_fetched(
 
 
 def test_keys_that_a_window_has_passed_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward as many chunks are held as one meets; in backward none that only later ones have met."""
+    """In forward as many chunks are held as one meets; in backward none that later ones alone have met, or none yet."""
     model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
     trunkline.stream(model, chunk_size=CHUNK)
     pair = 2 * CHUNK * 2 * 8 * 4  # keys and values of a chunk: two heads of 8 in fp32
@@ -63,7 +63,7 @@ def test_keys_that_a_window_has_passed_are_let_go(monkeypatch: pytest.MonkeyPatc
     assert forward == 2 * [1, *[2] * (N - 2), 0]
     backward = watch(monkeypatch, Core, "_gradient", lambda self, chunk, *_: (chunk.index, self._kv.nbytes // pair))
     loss.backward()
-    assert backward == 2 * [(i, max(i - 1, 0)) for i in range(N - 1, -1, -1)]
+    assert backward == 2 * [(i, int(i > 1)) for i in range(N - 1, -1, -1)]
 
 
 @pytest.mark.parametrize("keep", [("attention",), ("attention", "kv"), ()])
@@ -112,3 +112,40 @@ def test_keys_that_no_later_chunk_meets_are_not_projected_again(monkeypatch: pyt
         put.clear()
         loss.backward()
         assert put == again
+
+
+@pytest.mark.parametrize("layers", [["sliding_attention"] * 2, ["sliding_attention", "full_attention"]])
+def test_a_budget_reserves_what_a_window_holds(layers: list[str], tmp_path: Path) -> None:
+    """Of layers with windows alone two chunks have places; a layer without one has them all."""
+    family = (
+        {"mistral": {}} if len(set(layers)) == 1 else {"qwen2": {"use_sliding_window": True, "layer_types": layers}}
+    )
+    ((name, more),) = family.items()
+    peaks = {}
+    for budget in (None, "1GiB", "measured"):
+        model = build(name, torch.float32, sliding_window=12, num_hidden_layers=2, **more)
+        given = peaks["1GiB"] if budget == "measured" else budget
+        tier = {} if given is None else {"device_budget": given, "disk": tmp_path, "strategy": "resident"}
+        trunkline.stream(model, chunk_size=CHUNK, **tier)
+        streamed(model, IDS, IDS)
+        peaks[budget] = trunkline.read_meters(model).peaks["device"]
+    assert peaks["measured"] <= peaks["1GiB"] == peaks[None]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+@pytest.mark.parametrize("keep", [("attention",), ("kv",), ()])
+@pytest.mark.parametrize("window", [2, 9, 30])
+def test_chunks_take_turns_in_the_places_of_a_window(
+    window: int, keep: tuple[str, ...], prefetch: int, tmp_path: Path
+) -> None:
+    """Where places on the disk are written anew while others are read, all is as it is without budgets, to the bit."""
+    model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=2)
+    found = []
+    for budget in ({}, {"device_budget": "64KiB", "disk": tmp_path, "strategy": "streamed"}):
+        trunkline.stream(model, chunk_size=CHUNK, keep=keep, prefetch=prefetch, **budget)
+        found.append(streamed(model, IDS, IDS))
+    moved = trunkline.read_meters(model).lanes["fetch"].moved
+    assert moved > 0
+    (loss, gradients), (other_loss, other_gradients) = found
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)

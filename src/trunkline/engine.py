@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from trunkline import halves, head
+from trunkline import again, halves, head
 from trunkline.attention.core import Core
 from trunkline.attention.groups import HeadGroupsCore
 from trunkline.attention.scoring import Scoring
@@ -30,7 +30,6 @@ from trunkline.gradients import differentiate, reaches
 from trunkline.keeping import Widths, choose
 from trunkline.ranks import Ranks, padded_length
 from trunkline.run import CoreCall, Run
-from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores, Tiers
 
 
@@ -66,14 +65,17 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     in_halves = isinstance(core, HeadGroupsCore)
     if isinstance(core, HeadGroupsCore):
         halves.before_backward(run, layer, core)
-    else:
-        keys_values_pass(run, layer, core)
+    keys_values = again.keys_values(run, layer, core)
     with_input = layer > run.lowest
-    inputs = run.inputs[layer].read(run.falling, take=not in_halves)
+    in_window = isinstance(core, Core) and core.frees
+    inputs = run.inputs[layer].read(run.falling, take=not in_halves and not in_window)
 
     def replay(i: int) -> tuple[Tensor, Tensor]:
         run.report("backward", layer, i, len(run.chunks))
+        next(keys_values)
         x_BCE = inputs.next().detach().requires_grad_(with_input)
+        if in_window:  # no longer read by `keys_values` either
+            run.inputs[layer].drop(i)
         with torch.enable_grad():
             return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.known)
 
@@ -92,56 +94,6 @@ def backward_sweep(run: Run, layer: int, factor: Tensor | None) -> None:
     if isinstance(core, HeadGroupsCore):
         halves.after_backward(run, layer, core)
     run.cores[layer] = None
-
-
-def keys_values_pass(run: Run, layer: int, core: Core) -> None:
-    """Have the keys/values that a backward sweep needs: those kept, or computed again where later chunks meet them."""
-    chunks = [chunk for chunk in run.chunks if core.needs_kv_pass(run.rows[chunk.index])]
-    if core.restore() or not chunks:
-        return
-
-    def one(chunk: Chunk, x_BCE: Tensor) -> None:
-        run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        k, v = run.keys_values(layer, x_BCE, chunk)
-        core.put(run.rows[chunk.index], k, v)
-
-    run.upwards(layer, one, chunks=chunks)
-
-
-def regenerate(run: Run, group: range) -> None:
-    """The inputs of a group of layers, of which the first alone was kept.
-
-    Where attention was kept nothing attends again: its output stands in for it. Where not, these are forward sweeps,
-    and what they compute is kept until the group is done.
-    """
-    for layer in group[:-1]:
-        with run.decoder.present(layer, following=layer + 1, again=True):
-            run.inputs[layer + 1] = _forward_again(run, layer, group)
-    run.stores.settle_all()
-
-
-def _forward_again(run: Run, layer: int, group: range) -> ChunkedSequence:
-    """The outputs of a layer of a group, whose core keeps from now on all that its backward sweep will need."""
-    core = run.cores[layer]
-    assert core is not None
-    if isinstance(core, Core) and not core.keep_attention:
-        core.restore()
-        attend: CoreCall = core.forward
-        known = None
-    else:
-        if isinstance(core, HeadGroupsCore) and not core.keep_attention:
-            halves.attend(run, layer, core)
-        attend, known = core.recall, core.recalled
-    core.keep_all()
-    outputs = run.sequence(run.layout.input(layer + 1))
-
-    def one(chunk: Chunk, x_BCE: Tensor) -> None:
-        run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
-
-    run.upwards(layer, one)
-    core.end_forward()
-    return outputs
 
 
 def embed_forward(run: Run, *, differentiate: bool) -> None:
@@ -193,7 +145,10 @@ def place(run: Run, *, differentiate: bool) -> None:
         tiers.widths[key] = widths_of(run, x_BCE.detach(), token)
     widths = tiers.widths[key].times(len(run.batch.input_ids_BS))
     chunk_size = len(run.chunks[0]) * run.ranks.size
-    layout, placement = choose(run.layout, widths, run.chunks, run.rows, tiers, chunk_size=chunk_size)
+    live_chunks = [run.live_chunks(layer) for layer in range(run.decoder.num_layers)]
+    layout, placement = choose(
+        run.layout, widths, run.chunks, run.rows, tiers, live_chunks=live_chunks, chunk_size=chunk_size
+    )
     run.ranks.require_same((layout.head_groups, placement.places), "what rests where")
     run.head_groups = layout.head_groups
     run.stores = Stores(tiers, placement)
@@ -345,7 +300,7 @@ def backward(run: Run, grad_output: Tensor) -> None:
         decoder.present(None),
     ):  # fmt: skip
         for group in layout.groups():
-            regenerate(run, group)
+            again.regenerate(run, group)
             for layer in reversed(group):
                 with decoder.present(layer, following=layer - 1 if layer > group.start else None):
                     backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)

@@ -143,13 +143,21 @@ class Requests:
         widths: of everything.
         chunks: of the sequence, of each the tokens of this rank.
         rows: that attention of each chunk has on this rank.
+        live_chunks: whose keys and values are held at a time, of each layer; all but where a window lets go of some.
         prefetch: tensors of one store on the device at a time.
     """
 
     def __init__(
-        self, layout: Layout, widths: Widths, chunks: Sequence[Chunk], rows: Sequence[Chunk], prefetch: int
+        self,
+        layout: Layout,
+        widths: Widths,
+        chunks: Sequence[Chunk],
+        rows: Sequence[Chunk],
+        live_chunks: Sequence[int],
+        prefetch: int,
     ) -> None:
         self._layout, self._widths, self._chunks, self._rows = layout, widths, chunks, rows
+        self._live_chunks = live_chunks
         # A reader's user still holds the chunk before the one that it takes.
         self._reading, self._writing = prefetch + 1, max(prefetch - 1, 1)
         self._both = self._reading + self._writing
@@ -177,12 +185,11 @@ class Requests:
     def _live_attention(self) -> list[Request]:
         """Keys, values and their gradients of the layer, or of the group of layers, that is under way."""
         layout, both, widest = self._layout, self._both, self._widths.widest
-        live = {"lk": widest("k"), "lv": widest("v")}
-        if layout.trained:
-            live |= {"dk": widest("dk"), "dv": widest("dv")}
+        live = {"lk": "k", "lv": "v"} | ({"dk": "dk", "dv": "dv"} if layout.trained else {})
+        sizes = tuple(tuple(self._live(kind, chunk) for chunk in self._rows) for kind in live.values())
         # Where each layer has its own store for later chunks, those of the live layer are for what is resident alone.
         buffers = ("lk", "lv") if layout.saves and layout.trained.start == 0 else ()
-        found = [replace(self._request(live, both, both, group="live kv"), resident_only=buffers)]
+        found = [Request(tuple(live), sizes, "live kv", both, both, kept=False, resident_only=buffers)]
         if layout.trained and layout.saves and "kv" not in layout.config.keep:
             saved = sorted({layout.core(layer).k for layer in layout.trained})
             found += [self._request({k: widest("k"), f"v{k[1:]}": widest("v")}, both, both, group="kv") for k in saved]
@@ -191,6 +198,11 @@ class Requests:
             outputs = sorted({(core.o, core.lse) for core in again})
             found += [self._request({o: widest("o"), lse: widest("lse")}, 0, both) for o, lse in outputs]
         return found
+
+    def _live(self, kind: str, chunk: Chunk) -> int:
+        """Bytes that the place of a chunk takes in the layer where most are wanted: with a window few have a place."""
+        layers = zip(self._widths.layers, self._live_chunks, strict=True)
+        return len(chunk) * max((widths[kind] for widths, count in layers if chunk.index < count), default=0)
 
     def _live_groups(self) -> list[Request]:
         """The same where attention goes head group by head group, of which one has its keys and values resident."""
@@ -238,7 +250,9 @@ class Requests:
                     parts = {o: width["o"] // count, lse: width["lse"] // count}
                     found.append(self._request(parts, both, self._reading, kept=True))
             if layout.position(layer) == 0:
-                found.append(self._request({f"input {layer}": widths.hidden}, both, both, kept=True, hidden=True))
+                twice = not layout.saves and count == 1 and self._live_chunks[layer] < len(self._rows)
+                readers = 2 * self._reading if twice else both  # keys and values of a window: see `again.keys_values`
+                found.append(self._request({f"input {layer}": widths.hidden}, both, readers, kept=True, hidden=True))
         return found
 
 
@@ -263,6 +277,7 @@ def choose(
     rows: Sequence[Chunk],
     tiers: Tiers,
     *,
+    live_chunks: Sequence[int],
     chunk_size: int,
 ) -> tuple[Layout, Placement]:
     """Place the stores of a run, by the first strategy that fits or the one that is set.
@@ -273,6 +288,7 @@ def choose(
         chunks: of the sequence, of each the tokens of this rank.
         rows: that attention of each chunk has on this rank.
         tiers: where it may rest.
+        live_chunks: whose keys and values are held at a time, of each layer.
         chunk_size: tokens of a chunk on all ranks together.
 
     Returns:
@@ -284,7 +300,7 @@ def choose(
     strategy, advice = layout.config.strategy, advice_on(layout.config, tiers, chunk_size)
 
     def placed(layout: Layout, *, streamed: bool = False) -> Placement:
-        asked = Requests(layout, widths, chunks, rows, tiers.prefetch).all()
+        asked = Requests(layout, widths, chunks, rows, live_chunks, tiers.prefetch).all()
         if streamed:
             asked = [replace(request, stays=request.group != "live kv") for request in asked]
         return tiers.place(asked, advice)

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import Parameter
 
-from trunkline.attention.core import Core
+from trunkline.attention.core import Core, meetings_of
 from trunkline.attention.groups import HeadGroupsCore
 from trunkline.attention.scoring import Scoring
 from trunkline.attention.visibility import Reach, Visibility
@@ -67,14 +67,23 @@ class Run:
         """An empty sequence in the store of that name."""
         return ChunkedSequence(len(self.chunks), self.stores, name)
 
-    def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
-        """A core for a layer, whose outputs, or keys and values, are kept."""
-        layout, reach = self.layout, self.reaches[layer]
+    def sight(self, layer: int) -> tuple[Visibility, ...]:
+        """What tokens see in a layer."""
+        reach = self.reaches[layer]
         if reach not in self.sights:
             self.sights[reach] = reach.over(self.batch.documents, self.batch.seq_len)
+        return self.sights[reach]
+
+    def live_chunks(self, layer: int) -> int:
+        """Chunks whose keys and values are held at a time while a layer is under way."""
+        meetings = meetings_of(self.rows, self.sight(layer), self.ranks.gather)
+        return meetings.most if meetings.frees else len(self.rows)
+
+    def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
+        """A core for a layer, whose outputs, or keys and values, are kept."""
+        layout = self.layout
         common = {"kernel": self.config.kernel, "keep_attention": "attention" in keep, "stores": self.stores,
-                  "gather": self.ranks.gather,
-                  "sight": self.sights[reach]}  # fmt: skip
+                  "gather": self.ranks.gather, "sight": self.sight(layer)}  # fmt: skip
         if self.head_groups > 1:
             return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]

@@ -38,21 +38,24 @@ class ChunkedSequence:
         num_chunks: how many chunks the sequence has.
         stores: the run's, which count its bytes.
         name: of the store, as it was placed; a store may serve one sequence after another.
+        num_places: of the store, that chunks take turns in: so many are here at a time; None for one of each chunk.
     """
 
-    def __init__(self, num_chunks: int, stores: Stores, name: str) -> None:
+    def __init__(self, num_chunks: int, stores: Stores, name: str, num_places: int | None = None) -> None:
         self._chunks: list[Tensor | _Away | None] = [None] * num_chunks
         self._stores = stores
         self._name = name
+        self._num_places = num_chunks if num_places is None else num_places
         self._blocks: list[Block | None] = []
         self._forms: dict[Hashable, Tensor] = {}
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
         """Put chunk `index` here. It must not be changed in place afterwards."""
-        assert self._chunks[index] is None, f"chunk {index} is here already"
+        place = index % self._num_places
+        assert not any(x is not None for x in self._chunks[place :: self._num_places]), f"no place for chunk {index}"
         if not self._blocks:
             self._blocks = self._stores.blocks(self._name, len(self._chunks))
-        block = self._blocks[index]
+        block = self._blocks[place]
         if block is None:
             self._stores.hold("device", x_BCE.nbytes)
             self._chunks[index] = x_BCE

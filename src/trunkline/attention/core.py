@@ -62,6 +62,11 @@ class Names:
         return self.live_k or self.k, self.live_v or self.v, self.dk, self.dv
 
 
+def meetings_of(chunks: list[Chunk], sight: Sequence[Visibility], gather: KeyValueGather | None) -> Meetings:
+    """Which of these rows' chunks meet; see `Core`."""
+    return Meetings(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
+
+
 class Core:
     """Attention of one layer over the chunks of one forward pass.
 
@@ -100,17 +105,20 @@ class Core:
         self._gather = gather
         self._softcap = softcap
         self._num_sights = len(sight)
-        self._frees = frees and any(each.window is not None for each in sight)
-        self._meetings = Meetings(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
+        self._meetings = meetings_of(chunks, sight, gather)
+        self.frees = frees and self._meetings.frees
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
         # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
         self._separate = bool(names.live_k) and stores.placement is not None
-        self.num_resident = 0 if self._frees else stores.num_resident(names.live, len(chunks))
-        self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v))  # in the kernel's dtype
+        self.num_resident = 0 if self.frees else stores.num_resident(names.live, len(chunks))
+        # As many chunks as one meets take turns in the places of the layer under way.
+        turns = self._meetings.most if self.frees else None
+        own = None if names.live_k else turns  # else they have places of their own, where all of them stay
+        self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v), own)  # in the kernel's dtype
         self._pieces = Pieces(chunks, self._kv, self.num_resident, self._meetings, gather)
-        self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv))  # fp32 or wider
+        self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv), turns)  # fp32 or wider
         self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
         self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
@@ -118,6 +126,10 @@ class Core:
     def needs_kv_pass(self, chunk: Chunk) -> bool:
         """Whether keys/values of a chunk must be computed again before the backward sweep: a later one meets them."""
         return not self._kv_complete and self._meetings.is_met_after(chunk, chunk.index)
+
+    def meets(self, chunk: Chunk, index: int) -> bool:
+        """Whether a chunk meets chunk `index`, which is before it."""
+        return index in self._meetings.before(chunk)
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +165,7 @@ class Core:
         own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
         attended = self._attend(chunk, q, own, scoring, following)
-        if self._frees and not self.keep_kv:
+        if self.frees and not self.keep_kv:
             self._kv.drop(self._meetings.passed(chunk))
         return attended
 
@@ -316,7 +328,7 @@ class Core:
             sums = self._add(chunk, to, shares)
         if chunk.index < self.num_resident:
             sums = self._dkv.span(chunk.start, chunk.stop)
-        if self._frees and chunk.index:
+        if self.frees and chunk.index:
             self._kv.drop([chunk.index - 1])  # its own come with its replay
         if chunk.index == 0:  # the last of a backward sweep
             self._end_backward()

@@ -22,6 +22,8 @@ class Meetings:
         starts: the place in the sequence of the first token of each chunk.
         first_keys: that of the first key that any of them sees.
         is_plain: whether every token sees all before it.
+        frees: whether a window passes chunks that no later one meets: their keys and values can be let go.
+        most: chunks that one meets at most, itself among them.
     """
 
     def __init__(self, chunks: Sequence[Chunk], sight: Sequence[Visibility], rank: int, size: int) -> None:
@@ -32,6 +34,8 @@ class Meetings:
         self._first = [bisect_right(self.starts, key) - 1 for key in self.first_keys]  # chunks
         self._tokens = [zigzag(chunk, rank, size).ranges for chunk in whole]
         self._sight = sight
+        self.frees = any(each.window is not None for each in sight)
+        self.most = max(chunk.index - self._first[chunk.index] + 1 for chunk in chunks)
 
     def before(self, chunk: Chunk) -> range:
         """The chunks that one meets besides itself."""

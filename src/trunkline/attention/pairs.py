@@ -23,16 +23,24 @@ class Pairs:
         num_resident: how many chunks, from the first, share one buffer on the device.
         stores: where the other chunks rest.
         names: of the two stores.
+        num_places: that chunks beyond the buffers take turns in, so many being held at a time; None for one of each.
     """
 
-    def __init__(self, chunks: list[Chunk], num_resident: int, stores: Stores, names: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        chunks: list[Chunk],
+        num_resident: int,
+        stores: Stores,
+        names: tuple[str, str],
+        num_places: int | None = None,
+    ) -> None:
         self.tokens = chunks[num_resident - 1].stop if num_resident else 0  # in the buffers
         self._chunks = chunks
         self._single = len(chunks) == num_resident == 1
         self._num_resident = num_resident
         self._stores = stores
         self._buffers: tuple[Tensor, ...] = ()
-        self._later = tuple(ChunkedSequence(len(chunks), stores, name) for name in names)
+        self._later = tuple(ChunkedSequence(len(chunks), stores, name, num_places) for name in names)
         self._readers: tuple[Reader, ...] = ()
 
     def put(self, chunk: Chunk, pair: Pair) -> None:

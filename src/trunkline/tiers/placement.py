@@ -149,8 +149,8 @@ def _greedy(
             live += sum(sizes) if stays and not request.kept else 0
             kept += sum(sizes) if stays and request.kept else 0
             for name, size in zip(request.names, sizes, strict=True):
-                if stays or name in request.resident_only:
-                    places[name].append(("device" if stays else None, 0))
+                if stays or size == 0 or name in request.resident_only:
+                    places[name].append(("device" if stays or size == 0 else None, 0))
                     continue
                 size = Ranges.rounded(size)
                 tier = next((tier for tier in beyond if beyond[tier] + size <= (room[tier] or 0)), None)
