@@ -42,7 +42,7 @@ def _downwards(run: Run, layer: int, core: Core, chunks: list[Chunk]) -> Iterato
     """Those that each chunk meets and no later one has met, chunks in falling order."""
     inputs, coming = run.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
     for i in run.falling:
-        while coming and core.meets(run.rows[i], coming[0].index):
+        while coming and coming[0].index >= core.first_wanted(run.rows[i]):
             chunk = coming.popleft()
             core.put(run.rows[chunk.index], *run.keys_values(layer, inputs.next(), chunk))
         if not coming:

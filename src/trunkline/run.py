@@ -76,8 +76,7 @@ class Run:
 
     def live_chunks(self, layer: int) -> int:
         """Chunks whose keys and values are held at a time while a layer is under way."""
-        meetings = meetings_of(self.rows, self.sight(layer), self.ranks.gather)
-        return meetings.most if meetings.frees else len(self.rows)
+        return meetings_of(self.rows, self.sight(layer), self.ranks.gather).live
 
     def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
         """A core for a layer, whose outputs, or keys and values, are kept."""

@@ -114,7 +114,7 @@ class Core:
         self._separate = bool(names.live_k) and stores.placement is not None
         self.num_resident = 0 if self.frees else stores.num_resident(names.live, len(chunks))
         # As many chunks as one meets take turns in the places of the layer under way.
-        turns = self._meetings.most if self.frees else None
+        turns = self._meetings.live if self.frees else None
         own = None if names.live_k else turns  # else they have places of their own, where all of them stay
         self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v), own)  # in the kernel's dtype
         self._pieces = Pieces(chunks, self._kv, self.num_resident, self._meetings, gather)
@@ -127,9 +127,12 @@ class Core:
         """Whether keys/values of a chunk must be computed again before the backward sweep: a later one meets them."""
         return not self._kv_complete and self._meetings.is_met_after(chunk, chunk.index)
 
-    def meets(self, chunk: Chunk, index: int) -> bool:
-        """Whether a chunk meets chunk `index`, which is before it."""
-        return index in self._meetings.before(chunk)
+    def first_wanted(self, chunk: Chunk) -> int:
+        """The first chunk whose keys and values must be there when one is replayed in the backward sweep."""
+        following = self._before(chunk)
+        if self._gather is not None and following is not None:  # whose first are sent for beforehand
+            return self._meetings.before(following).start
+        return self._meetings.before(chunk).start
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ class Meetings:
         first_keys: that of the first key that any of them sees.
         is_plain: whether every token sees all before it.
         frees: whether a window passes chunks that no later one meets: their keys and values can be let go.
-        most: chunks that one meets at most, itself among them.
+        live: chunks whose keys and values are held at a time, at most.
     """
 
     def __init__(self, chunks: Sequence[Chunk], sight: Sequence[Visibility], rank: int, size: int) -> None:
@@ -35,7 +35,9 @@ class Meetings:
         self._tokens = [zigzag(chunk, rank, size).ranges for chunk in whole]
         self._sight = sight
         self.frees = any(each.window is not None for each in sight)
-        self.most = max(chunk.index - self._first[chunk.index] + 1 for chunk in chunks)
+        most = max(chunk.index - self._first[chunk.index] + 1 for chunk in chunks)
+        # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
+        self.live = min(most + (size > 1), len(chunks)) if self.frees else len(chunks)
 
     def before(self, chunk: Chunk) -> range:
         """The chunks that one meets besides itself."""
