@@ -197,14 +197,14 @@ def test_small_and_thin_products_are_slow() -> None:
 def test_head_dims_between_those_known_take_time_in_proportion() -> None:
     device = hardware.load("h100-sxm", attention="fa3")
 
-    def seconds(head_dim: int) -> float:
-        return head_dim / device.attention_rate("forward", BF16, head_dim, 16384, 16384, causal=False)
+    def picoseconds(head_dim: int) -> float:
+        return 1e12 * head_dim / device.attention_rate("forward", BF16, head_dim, 16384, 16384, causal=False)
 
-    assert seconds(96) == pytest.approx((seconds(64) + seconds(128)) / 2)
-    assert seconds(80) == pytest.approx(seconds(96))  # padded
-    assert seconds(192) == pytest.approx((seconds(128) + seconds(256)) / 2)
-    assert seconds(32) == pytest.approx(seconds(64))  # below all of them the time stays
-    assert seconds(512) == pytest.approx(2 * seconds(256))  # above all of them the rate
+    assert picoseconds(96) == pytest.approx((picoseconds(64) + picoseconds(128)) / 2)
+    assert picoseconds(80) == pytest.approx(picoseconds(96))  # padded
+    assert picoseconds(192) == pytest.approx((picoseconds(128) + picoseconds(256)) / 2)
+    assert picoseconds(32) == pytest.approx(picoseconds(64))  # below all of them the time stays
+    assert picoseconds(512) == pytest.approx(2 * picoseconds(256))  # above all of them the rate
 
 
 def test_half_precision_counts_as_bf16_and_fp32_by_peak() -> None:
