@@ -22,7 +22,8 @@ from oracle import alone, check, collect, packed, plain, positions, relative_err
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trunkline
-from trunkline.plan.rehearsal import Rehearsal, rehearse
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.results import Rehearsal
 from trunkline.tiers.placement import Advice, Placement, Request, _transit
 from trunkline.tiers.storage import TierError
 from trunkline.tiers.stores import Stores, Tiers

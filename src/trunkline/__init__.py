@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from trunkline.parallel.mesh import init_mesh
     from trunkline.parallel.norm import clip_grad_norm_
     from trunkline.parallel.sharding import no_sync, shard
-    from trunkline.plan.rehearsal import Rehearsal, rehearse
+    from trunkline.plan.rehearsal import rehearse
+    from trunkline.plan.results import Rehearsal
     from trunkline.streaming import read_meters, stream, unstream
     from trunkline.tiers.meters import Meters
 
@@ -25,7 +26,7 @@ _HOME = {
     "Meters": "trunkline.tiers.meters",
     "Progress": "trunkline.config",
     "RankError": "trunkline.parallel.alarm",
-    "Rehearsal": "trunkline.plan.rehearsal",
+    "Rehearsal": "trunkline.plan.results",
     "StreamConfig": "trunkline.config",
     "clip_grad_norm_": "trunkline.parallel.norm",
     "init_mesh": "trunkline.parallel.mesh",

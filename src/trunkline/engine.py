@@ -139,6 +139,10 @@ def place(run: Run, *, differentiate: bool) -> None:
         x_BCE = run.decoder.embed(run.batch.first_row, token)
     if differentiate:
         run.lowest = lowest_layer(run, x_BCE)
+    if tiers.decided is not None:
+        run.head_groups, placement = tiers.decided
+        run.stores = Stores(tiers, placement)
+        return
     # Of one row: replicas have other batches, and must all look into the layers, or none.
     key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
     if key not in tiers.widths:
@@ -173,7 +177,7 @@ def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:
     return Widths(hidden, layers, num_kv_heads)
 
 
-def forward(
+def begin(
     decoder: Decoder,
     config: StreamConfig,
     batch: Batch,
@@ -182,7 +186,7 @@ def forward(
     ranks: Ranks,
     reaches: Sequence[Reach],
 ) -> tuple[Run, bool]:
-    """All layers of a forward pass, up to the final hidden state.
+    """A forward pass before its first sweep: everything has its place.
 
     Args:
         decoder: the model, with what is in no layer present.
@@ -194,7 +198,7 @@ def forward(
         reaches: of each layer's attention.
 
     Returns:
-        The run, its last entry of `inputs` being the final hidden state, and whether it can be differentiated.
+        The run, and whether it can be differentiated.
     """
     device = batch.input_ids_BS.device
     layer_parameters = [[p for p in layer if p.requires_grad] for layer in decoder.layer_parameters]
@@ -211,17 +215,27 @@ def forward(
     with run.conditions.restored(), decoder.engaged(), torch.no_grad():
         if tiers.limited:
             place(run, differentiate=differentiate)
-        with run.stores.closed_on_error():
-            embed_forward(run, differentiate=differentiate)
-            for layer in range(decoder.num_layers):
-                again = run.lowest is not None and layer >= run.lowest
-                following = layer + 1 if layer + 1 < decoder.num_layers else None
-                with decoder.present(layer, following=following, again=again):
-                    forward_sweep(run, layer, differentiate=again)
-            run.stores.settle_all()
-    # What a forward itself writes to, as PEFT does to experts that it adapts, says nothing about others.
-    run.watched = [(x, version) for x, version in watched if x._version == version]
     return run, differentiate
+
+
+def forward(run: Run, *, differentiate: bool) -> None:
+    """All layers of a forward pass; the last entry of its `inputs` is the final hidden state then.
+
+    Args:
+        run: from `begin`.
+        differentiate: whether there may be a backward.
+    """
+    decoder = run.decoder
+    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+        embed_forward(run, differentiate=differentiate)
+        for layer in range(decoder.num_layers):
+            again = run.lowest is not None and layer >= run.lowest
+            following = layer + 1 if layer + 1 < decoder.num_layers else None
+            with decoder.present(layer, following=following, again=again):
+                forward_sweep(run, layer, differentiate=again)
+        run.stores.settle_all()
+    # What a forward itself writes to, as PEFT does to experts that it adapts, says nothing about others.
+    run.watched = [(x, version) for x, version in run.watched if x._version == version]
 
 
 def last_logits(run: Run, count: int) -> Tensor:

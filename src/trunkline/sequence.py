@@ -7,7 +7,7 @@ keys, values and outputs. What is read next is known, so a `Reader` has the next
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,35 @@ if TYPE_CHECKING:
     from trunkline.tiers.stores import Stores
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a dense tensor is apart from its contents."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Form:
+        """That of a tensor."""
+        return Form(x.shape, x.stride(), x.dtype, x.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the contents."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """A tensor of this form."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
 @dataclass(slots=True)
 class _Away:
     """A chunk beyond the device: its form there, and the move that brings or brought it."""
 
-    like: Tensor  # on the meta device: shape, strides and dtype
-    device: torch.device
+    form: Form
     block: Block
     stash: Move
 
@@ -47,7 +70,6 @@ class ChunkedSequence:
         self._name = name
         self._num_places = num_chunks if num_places is None else num_places
         self._blocks: list[Block | None] = []
-        self._forms: dict[Hashable, Tensor] = {}
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
         """Put chunk `index` here. It must not be changed in place afterwards."""
@@ -57,12 +79,12 @@ class ChunkedSequence:
             self._blocks = self._stores.blocks(self._name, len(self._chunks))
         block = self._blocks[place]
         if block is None:
-            self._stores.hold("device", x_BCE.nbytes)
+            self._stores.hold("device", x_BCE.nbytes, self.kind)
             self._chunks[index] = x_BCE
             return
         x_BCE = dense(x_BCE)
-        move = self._stores.stash(self._name.split()[0], x_BCE, block)
-        self._chunks[index] = _Away(self._form(x_BCE), x_BCE.device, block, move)
+        move = self._stores.stash(self.kind, x_BCE, block)
+        self._chunks[index] = _Away(Form.of(x_BCE), block, move)
 
     def read(self, order: Iterable[int], *, take: bool = False) -> Reader:
         """Chunks in the order in which they will be wanted; with `take` they are held here no longer."""
@@ -77,27 +99,25 @@ class ChunkedSequence:
         """Hold a chunk no longer, if it is here."""
         x = self._chunks[index]
         if isinstance(x, _Away):
-            self._stores.release(x.block.tier, x.like.nbytes)
+            self._stores.release(x.block.tier, x.form.nbytes, self.kind)
         elif x is not None:
-            self._stores.release("device", x.nbytes)
+            self._stores.release("device", x.nbytes, self.kind)
         self._chunks[index] = None
 
-    def _form(self, x: Tensor) -> Tensor:
-        """The form of a chunk, one tensor for all that are alike."""
-        key = x.shape, x.stride(), x.dtype
-        if key not in self._forms:
-            self._forms[key] = torch.empty_like(x, device="meta")
-        return self._forms[key]
+    @property
+    def kind(self) -> str:
+        """The first word of the store's name: stores of one kind are written by one layer at a time."""
+        return self._name.split()[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the chunks held now."""
-        return next(x.like.dtype if isinstance(x, _Away) else x.dtype for x in self._chunks if x is not None)
+        return next(x.form.dtype if isinstance(x, _Away) else x.dtype for x in self._chunks if x is not None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the chunks held now, in whichever tier."""
-        return sum(x.like.nbytes if isinstance(x, _Away) else x.nbytes for x in self._chunks if x is not None)
+        return sum(x.form.nbytes if isinstance(x, _Away) else x.nbytes for x in self._chunks if x is not None)
 
 
 class Reader:
@@ -136,7 +156,7 @@ class Reader:
             assert isinstance(x, Tensor), f"chunk {index} is not here"
             if self._take:
                 sequence._chunks[index] = None
-                stores.release("device", x.nbytes)
+                stores.release("device", x.nbytes, sequence.kind)
             self._out.append(0)
         else:
             assert move.tensor is not None
@@ -144,7 +164,7 @@ class Reader:
             stores.lanes.finish(move)
             self._out.append(x.nbytes)
             if self._take:
-                stores.release(move.block.tier, x.nbytes)
+                stores.release(move.block.tier, x.nbytes, sequence.kind)
         while len(self._coming) < stores.prefetch - 1 and self._issue():
             pass
         return x
@@ -167,7 +187,7 @@ class Reader:
         if isinstance(x, Tensor):
             self._coming.append((index, None))
             return True
-        into = torch.empty_like(x.like, device=x.device)
+        into = x.form.empty()
         stores.hold("device", into.nbytes)
         self._coming.append((index, stores.lanes.fetch(x.block, into, x.stash)))
         if self._take:

@@ -286,9 +286,10 @@ class StreamedForward:
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
             support.check_length(self.decoder, batch.last_position)
             reaches = support.reaches(self.decoder)
-            run, differentiate = engine.forward(
+            run, differentiate = engine.begin(
                 self.decoder, self.config, batch, conditions, self.tiers, self.ranks, reaches
             )
+            engine.forward(run, differentiate=differentiate)
             if batch.targets is not None:
                 loss = engine.loss(run, differentiate=differentiate)
             else:

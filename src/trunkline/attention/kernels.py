@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.attention.plain import MathKernel
+from trunkline.attention.virtual import VirtualKernel
 
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits (flash-attention#767)
 
@@ -178,35 +179,6 @@ class PaddedKernel:
         gradients = self._kernel.backward(do, q_padded, k_padded, v_padded, o, lse, causal=causal, scale=scale)
         dq, dk, dv = (dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True))
         return dq, dk, dv
-
-
-class VirtualKernel:
-    """Another kernel's shapes and dtypes, for tensors on the `meta` device: it computes nothing and takes no scratch.
-
-    Args:
-        like: the kernel whose place it takes; None is one that computes in the dtype it is given.
-    """
-
-    name = "virtual"
-
-    def __init__(self, like: Kernel | None = None) -> None:
-        self._like = like
-        self.bottom_right = like is None or like.bottom_right
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """That of the other kernel."""
-        return dtype if self._like is None else self._like.compute_dtype(dtype)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
-        lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        return q.new_empty(*q.shape[:3], v.shape[3]), lse
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 # The arguments that each private operator must have, in this order, for its kernel to be offered.

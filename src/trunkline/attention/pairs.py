@@ -41,6 +41,7 @@ class Pairs:
         self._stores = stores
         self._buffers: tuple[Tensor, ...] = ()
         self._later = tuple(ChunkedSequence(len(chunks), stores, name, num_places) for name in names)
+        self._kinds = tuple(sequence.kind for sequence in self._later)
         self._readers: tuple[Reader, ...] = ()
 
     def put(self, chunk: Chunk, pair: Pair) -> None:
@@ -111,7 +112,8 @@ class Pairs:
 
     def clear_buffers(self) -> None:
         """Hold what is elsewhere only."""
-        self._stores.release("device", sum(x.nbytes for x in self._buffers))
+        for buffer, kind in zip(self._buffers, self._kinds, strict=False):
+            self._stores.release("device", buffer.nbytes, kind)
         self._buffers = ()
 
     @property
@@ -120,5 +122,6 @@ class Pairs:
         return sum(x.nbytes for x in self._buffers) + sum(x.nbytes for x in self._later)
 
     def _hold(self, buffers: tuple[Tensor, ...]) -> None:
-        self._stores.hold("device", sum(x.nbytes for x in buffers))
+        for buffer, kind in zip(buffers, self._kinds, strict=True):
+            self._stores.hold("device", buffer.nbytes, kind)
         self._buffers = buffers

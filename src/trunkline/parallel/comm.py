@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,6 +58,42 @@ class Pending:
         return self.tensor
 
 
+class Collectives(Protocol):
+    """What a group of ranks does together; every call gives a tensor on its way.
+
+    Attributes:
+        size: ranks of the group.
+        rank: this one's place in it.
+    """
+
+    size: int
+    rank: int
+
+    def all_to_all(self, parts: Tensor) -> PendingTensor:
+        """One part (size, n) to each rank; gives one part of each rank (size, n)."""
+        ...
+
+    def all_gather(self, part: Tensor) -> PendingTensor:
+        """This rank's part (n,); gives those of all (size, n)."""
+        ...
+
+    def reduce_scatter(self, parts: Tensor) -> PendingTensor:
+        """Parts (size, n) to be summed over ranks; gives this rank's part (n,)."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, a new tensor."""
+        ...
+
+
+class PendingTensor(Protocol):
+    """A tensor on its way."""
+
+    def wait(self) -> Tensor:
+        """It, once compute may use it."""
+        ...
+
+
 class Comm:
     """Collectives of one group of ranks.
 
@@ -74,27 +110,27 @@ class Comm:
         self.traffic = traffic
 
     def all_to_all(self, parts: Tensor) -> Pending:
-        """One part (size, n) to each rank; gives one part of each rank (size, n)."""
+        """See `Collectives.all_to_all`."""
         out = parts.new_empty(parts.shape)
         start = self._count(parts.nbytes * (self.size - 1) // self.size)
         return self._pending(out, dist.all_to_all_single(out, parts, group=self.group, async_op=True), parts, start)
 
     def all_gather(self, part: Tensor) -> Pending:
-        """This rank's part (n,); gives those of all (size, n)."""
+        """See `Collectives.all_gather`."""
         out = part.new_empty(self.size, *part.shape)
         start = self._count(part.nbytes * (self.size - 1))
         part = part.reshape(-1)
         return self._pending(out, _all_gather(out.view(-1), part, group=self.group, async_op=True), part, start)
 
     def reduce_scatter(self, parts: Tensor) -> Pending:
-        """Parts (size, n) to be summed over ranks; gives this rank's part (n,)."""
+        """See `Collectives.reduce_scatter`."""
         out = parts.new_empty(parts.shape[1:])
         start = self._count(parts.nbytes * (self.size - 1) // self.size)
         work = _reduce_scatter(out, parts.reshape(-1), group=self.group, async_op=True)
         return self._pending(out, work, parts, start)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, a new tensor."""
+        """See `Collectives.all_reduce`."""
         out = x.clone()
         start = self._count(2 * x.nbytes * (self.size - 1) // self.size)
         work = dist.all_reduce(out, group=self.group, async_op=True)

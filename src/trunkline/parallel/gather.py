@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
+from trunkline.parallel.comm import Collectives, PendingTensor, cut_rows, join_rows
 
 
 class Gather:
@@ -20,7 +20,7 @@ class Gather:
         comm: of the ranks that hold parts.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Collectives) -> None:
         self.comm = comm
         self.size, self.rank = comm.size, comm.rank
 
@@ -39,7 +39,7 @@ class Gather:
 class _Coming:
     """Two tensors side by side: a part of each rank (size, n), or this rank's own part (n,)."""
 
-    pending: Pending
+    pending: PendingTensor
     shapes: tuple[torch.Size, torch.Size]  # of a part
 
     def wait(self) -> tuple[Tensor, Tensor]:

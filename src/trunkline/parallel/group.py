@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -15,19 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from trunkline.chunking import Chunk, zigzag
 from trunkline.decoder import Batch
 from trunkline.lanes import Traffic
 from trunkline.parallel import alarm
 from trunkline.parallel.comm import Comm, from_everyone
-from trunkline.parallel.gather import Gather
 from trunkline.parallel.mesh import SEQUENCE, degrees_of
-from trunkline.parallel.turns import Turns
-from trunkline.parallel.ulysses import Ulysses
-from trunkline.ranks import Agreement, Alone, KeyValueGather, PendingTensors, T
+from trunkline.parallel.shared import Groups, Place, SharedSequence
+from trunkline.ranks import Agreement
 
 
-class MeshRanks:
+class MeshRanks(SharedSequence):
     """See `trunkline.ranks.Ranks`.
 
     Args:
@@ -36,90 +32,24 @@ class MeshRanks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.degrees = degrees_of(mesh)
-        self.traffic = Traffic()
-        self.size = self.degrees.sp * self.degrees.cp
-        # Rows over cp are cut in two slices a rank, which sp cuts again.
-        self.granule = self.degrees.sp if self.degrees.cp == 1 else self.degrees.cp * math.lcm(2, self.degrees.sp)
+        degrees, traffic = degrees_of(mesh), Traffic()
+
+        def comm(axes: DeviceMesh) -> Comm | None:
+            return Comm(axes.get_group(), traffic) if axes.size() > 1 else None
+
         coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-        self._sp, self._cp, self._dp = coordinate["sp"], coordinate["cp"], coordinate["dp"]
-        self._turns = Turns(mesh.device_type)
-        self._order: Alone | Turns = self._turns if self.degrees.sp > 1 else Alone()
-        self._ulysses = (
-            Ulysses(Comm(mesh["sp"].get_group(), self.traffic), self._turns) if self.degrees.sp > 1 else None
-        )
-        self.gather: KeyValueGather | None = (
-            Gather(Comm(mesh["cp"].get_group(), self.traffic)) if self.degrees.cp > 1 else None
-        )
-        self._sequence = Comm(flat(mesh, SEQUENCE).get_group(), self.traffic) if self.size > 1 else None
+        place = Place(*(coordinate[axis] for axis in ("dp", "cp", "sp")))
+        groups = Groups(comm(mesh["sp"]), comm(mesh["cp"]), comm(flat(mesh, SEQUENCE)))
+        super().__init__(degrees, place, groups, traffic, mesh.device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
         return self  # the job's ranks are those of every copy of a model
-
-    @property
-    def salt(self) -> int:
-        """See `Ranks.salt`."""
-        return (self._dp * self.degrees.cp + self._cp) * self.degrees.sp + self._sp
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """See `Ranks.guarded`."""
         with self._turns.scope(), alarm.guarded():
             yield
-
-    def own(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.own`."""
-        return zigzag(chunk, self._cp, self.degrees.cp, self._sp, self.degrees.sp)
-
-    def rows(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.rows`."""
-        return Chunk(chunk.index, chunk.start // self.degrees.cp, chunk.stop // self.degrees.cp)
-
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See `Ranks.to_heads`."""
-        return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
-
-    def start_to_tokens(self, o: Tensor) -> PendingTensors | None:
-        """See `Ranks.start_to_tokens`."""
-        return None if self._ulysses is None else self._ulysses.start_output(o)
-
-    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
-        """See `Ranks.to_tokens`."""
-        return o if self._ulysses is None else self._ulysses.to_tokens(o, coming)
-
-    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
-        """See `Ranks.side_by_side`."""
-        self._order.side_by_side(calls)
-
-    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """See `Ranks.ahead`."""
-        return self._order.ahead(calls)
-
-    def own_heads(self, x: Tensor) -> Tensor:
-        """See `Ranks.own_heads`."""
-        if self._ulysses is None:
-            return x
-        own = self._ulysses.num_heads(x.shape[1])
-        return x[:, :1].expand(-1, own, -1, -1)
-
-    def head_range(self, num_heads: int) -> slice:
-        """See `Ranks.head_range`."""
-        own = num_heads // self.degrees.sp
-        return slice(self._sp * own, (self._sp + 1) * own)
-
-    def whole(self, x_BCE: Tensor) -> Tensor:
-        """See `Ranks.whole`."""
-        if self._sequence is None:
-            return x_BCE
-        parts = self._sequence.all_gather(x_BCE.contiguous()).wait()
-        sp, cp = self.degrees.sp, self.degrees.cp
-        chunk = Chunk(0, 0, self.size * x_BCE.shape[1])
-        out = x_BCE.new_empty(x_BCE.shape[0], len(chunk), *x_BCE.shape[2:])
-        for rank, part in enumerate(parts):
-            ranges = zigzag(chunk, rank // sp, cp, rank % sp, sp).ranges
-            for (start, stop), piece in zip(ranges, part.split([b - a for a, b in ranges], 1), strict=True):
-                out[:, start:stop] = piece
-        return out
 
     def require_same(self, what: object, name: str) -> None:
         """See `Ranks.require_same`."""
@@ -135,10 +65,6 @@ class MeshRanks:
         """See `Ranks.require_same_weights`."""
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             require_same_weights(cast(PreTrainedModel, model), self.mesh)
-
-    def total(self, x: Tensor) -> Tensor:
-        """See `Ranks.total`."""
-        return x if self._sequence is None else self._sequence.all_reduce(x)
 
     # -- the contract --------------------------------------------------------------------------------------------------
 

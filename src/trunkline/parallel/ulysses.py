@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.parallel.comm import Comm, Pending, cut_rows, join_rows
+from trunkline.parallel.comm import Collectives, PendingTensor, cut_rows, join_rows
 from trunkline.parallel.turns import Turns
 from trunkline.ranks import PendingTensors
 
@@ -28,7 +28,7 @@ class Ulysses:
         turns: who goes on.
     """
 
-    def __init__(self, comm: Comm, turns: Turns) -> None:
+    def __init__(self, comm: Collectives, turns: Turns) -> None:
         self.comm = comm
         self.turns = turns
         self.size = comm.size
@@ -87,7 +87,7 @@ class Ulysses:
             shapes.append((size, batch, own, length // size, dim))
         return Tokens(self._exchange(parts, dtype), shapes, heads, [x.dtype for x in tensors])
 
-    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> Pending:
+    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> PendingTensor:
         """One all-to-all for all of them, each (size, n), side by side."""
         packed = torch.cat([x.to(dtype) for x in parts], 1) if len(parts) > 1 else parts[0].to(dtype).contiguous()
         return self.comm.all_to_all(packed)
@@ -97,7 +97,7 @@ class Ulysses:
 class Heads:
     """Tensors of a rank's heads on their way."""
 
-    pending: Pending
+    pending: PendingTensor
     shapes: Sequence[tuple[int, ...]]  # of a rank's part
     dtypes: list[torch.dtype]
 
@@ -112,7 +112,7 @@ class Heads:
 class Tokens:
     """Tensors of a rank's tokens on their way."""
 
-    pending: Pending
+    pending: PendingTensor
     shapes: Sequence[tuple[int, ...]]  # (size, B, own heads, T, D)
     heads: tuple[int, ...]  # without copies
     dtypes: list[torch.dtype]

@@ -1,13 +1,17 @@
 """A rehearsal: a step of the real engine on tensors without contents.
 
 The same sweeps, core and placement run on the `meta` device with virtual lanes, so that what they hold in every tier
-and send over every lane is what they will hold and send, to the byte.
+and send over every lane is what they will hold and send, to the byte. With a hardware profile every operator has a
+cost, and a clock goes on: the step's time, and what of it was waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,31 +19,28 @@ from transformers import PreTrainedModel
 
 from trunkline import engine, support
 from trunkline.conditions import Conditions, draw_seed
-from trunkline.config import StreamConfig
+from trunkline.config import Progress, StreamConfig
 from trunkline.decoder import Batch
+from trunkline.flops import UncountedModuleError, model_flops
 from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.ranks import Alone
-from trunkline.tiers.account import TierName, in_units
+from trunkline.lanes import LANES
+from trunkline.lanes.clock import Clock
+from trunkline.parallel.mesh import Degrees, heads_of
+from trunkline.plan import layers
+from trunkline.plan.costs import Costs
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.memory import DeviceMemory, Tally
+from trunkline.plan.observing import Observed
+from trunkline.plan.ranks import COMM, VirtualRanks, wire
+from trunkline.plan.results import Rehearsal, Step
+from trunkline.plan.segments import Course, Numbers, Recorder, Segment, compose
+from trunkline.plan.sharding import Spread, VirtualSharding
+from trunkline.plan.speeds import speeds_of
+from trunkline.plan.states import AdamW, States, states_of
+from trunkline.run import Run
+from trunkline.tiers.account import TIERS
 from trunkline.tiers.machines import tiers_for
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What a step would do.
-
-    Attributes:
-        peaks: most bytes that the engine holds in each tier.
-        moved: bytes that go over each lane.
-    """
-
-    peaks: dict[TierName, int]
-    moved: dict[str, int]
-
-    def __str__(self) -> str:
-        """In units for people."""
-        held = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in self.peaks.items() if nbytes)
-        moved = ", ".join(f"{lane} {in_units(nbytes)}" for lane, nbytes in self.moved.items() if nbytes)
-        return f"holds {held}; moves {moved or 'nothing'}"
+from trunkline.tiers.stores import Tiers
 
 
 def rehearse(
@@ -47,49 +48,286 @@ def rehearse(
     seq_len: int,
     *,
     batch_size: int = 1,
+    documents: Sequence[int] | None = None,
     backward: bool = True,
     device: str | torch.device | None = None,
+    hardware: Hardware | str | None = None,
+    degrees: Degrees | None = None,
+    spread: Spread | None = None,
+    optimizer: AdamW | None = None,
+    extrapolate: bool = True,
+    drawn: bool = False,
     **settings: Any,
 ) -> Rehearsal:
     """Run a step of a model without computing anything.
 
-    It takes as long as issuing all the work does: about 5 ms for each chunk of each layer, and more where keys and
-    values are streamed.
+    It takes as long as issuing the work does: some milliseconds for each chunk of each layer, and more where keys and
+    values are streamed. Of layers that are alike a few stand for all.
 
     Args:
-        model: on any device, `meta` included; it is not changed.
-        seq_len: tokens of a row.
-        batch_size: rows.
+        model: on any device, `meta` included, whole; it is not changed.
+        seq_len: tokens of a row (global: all ranks together).
+        batch_size: rows, of one replica.
+        documents: tokens of each document that a row packs, `seq_len` together; None for one.
         backward: a training step; otherwise a forward without gradients.
-        device: the device whose chunk size, budgets and kernels are meant; None is the model's own (a CPU for `meta`).
+        device: the device whose chunk size, budgets and kernels are meant; None is the hardware's, or the model's own
+            (a CPU for `meta`).
+        hardware: a profile, or the name of one (`trunkline.plan.hardware`): then the step has a time. None for bytes
+            alone.
+        degrees: of a mesh of such devices; None for one device.
+        spread: how parameters are spread over them; None as `trunkline.shard` does it by default.
+        optimizer: whose state is held, and whose step is part of the time; None for none.
+        extrapolate: have layers that are alike stand for each other; False goes through all.
+        drawn: keep what happened when, for a report.
         settings: of `trunkline.stream`.
 
     Raises:
-        ValueError: seq_len, batch_size or a setting is out of range, the budgets are too small, or the model cannot be
-            streamed.
+        ValueError: an argument or a setting is out of range, the budgets are too small, the hardware is unknown, or the
+            model cannot be streamed.
     """
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: give a positive whole number.")
-    config = StreamConfig(**settings)
-    device = torch.device(device) if device is not None else model.device
-    device = torch.device("cpu") if device.type == "meta" else device
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
-    blank = _without_contents(base)
-    decoder = HuggingFaceDecoder(blank)
-    support.verify(decoder)
-    ids_BS = torch.empty(batch_size, seq_len, dtype=torch.long, device="meta")
-    batch = Batch(ids_BS, None, ids_BS[:, 1:], torch.empty((), dtype=torch.long, device="meta"))
-    tiers = tiers_for(device, config, virtual=True)
-    with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
-        conditions = Conditions(blank, ids_BS.device, draw_seed())
-        reaches = support.reaches(decoder)
-        run, differentiate = engine.forward(decoder, config.on(device), batch, conditions, tiers, Alone(), reaches)
-        loss = engine.loss(run, differentiate=differentiate)
-    if differentiate:
-        engine.backward(run, torch.empty_like(loss))
-    meters = tiers.read_meters()
-    return Rehearsal(meters.peaks, {lane: traffic.moved for lane, traffic in meters.lanes.items()})
+    if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
+        raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
+    rehearsing = _Rehearsing(model, seq_len, batch_size, documents, device=device, hardware=hardware,
+                             degrees=degrees or Degrees(), spread=spread or Spread(), drawn=drawn,
+                             settings=settings)  # fmt: skip
+    return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
+
+
+class _Rehearsing:
+    """One rehearsal; see `rehearse`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        seq_len: int,
+        batch_size: int,
+        documents: Sequence[int] | None,
+        *,
+        device: str | torch.device | None,
+        hardware: Hardware | str | None,
+        degrees: Degrees,
+        spread: Spread,
+        drawn: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
+        self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
+        self._hardware = _loaded(hardware)
+        self._degrees, self._spread, self._drawn = degrees, spread, drawn
+        degrees.check_world(degrees.dp * degrees.sp * degrees.cp * degrees.tp)
+        degrees.check_heads(*heads_of(base))
+        if degrees.tp > 1:
+            raise ValueError(f"tp={degrees.tp}: tensor parallelism is not rehearsed yet: use sp or cp.")
+        self._device = _device(device, self._hardware, base)
+        self._config = StreamConfig(**{**settings, "progress": self._progress})
+        self._blank = _without_contents(base)
+        world = degrees.dp * degrees.sp * degrees.cp
+        self._clock = Clock(speeds_of(self._hardware, world), drawn=drawn)
+        self._memory = DeviceMemory()
+        self._tallies: dict[str, Tally] = {"device": self._memory, "host": Tally(), "disk": Tally()}
+        clock = None if self._hardware is None else self._clock
+        self._ranks = VirtualRanks(degrees, self._hardware, clock)
+        self._decoder = HuggingFaceDecoder(self._blank)
+        # Where nothing has a time it does not matter how parameters come together.
+        if world > 1:
+            replicas = wire(world, world, self._hardware, clock)
+            self._decoder.sharding = VirtualSharding(
+                self._blank, self._decoder.layers, spread, replicas, clock, self._memory
+            )
+        self._observed = Observed(None if self._hardware is None else Costs(self._hardware), self._clock, self._memory)
+        self._recorder: Recorder | None = None
+        self._tiers = self._new_tiers()
+
+    def result(self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None) -> Rehearsal:
+        """Rehearse."""
+        support.verify(self._decoder)
+        reaches = support.reaches(self._decoder)
+        with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
+            seed, batch = draw_seed(), self._batch()
+            full, _ = self._begin(self._decoder, batch, seed, reaches)
+            full.stores.close()
+            placement = full.stores.placement
+            units = layers.units_of(full.layout)
+            kinds = layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
+            stands = layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
+            chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
+            self._tiers = self._new_tiers()
+            if placement is not None:
+                self._tiers.decided = full.head_groups, layers.with_layers(placement, full.layout, chosen)
+            segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
+        order = _order(segments, units, stands)
+        ranks = self._degrees.dp * self._degrees.sp * self._degrees.cp
+        states = states_of(self._blank, self._spread, ranks, optimizer if backward else None)
+        course = compose(order, {"device": states.device, "host": states.host, "disk": Counter()})
+        return self._rehearsal(course, states, backward=backward, optimizer=optimizer)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, decoder: Any, batch: Batch, seed: int, reaches: Sequence[Any]) -> tuple[Run, bool]:
+        conditions = Conditions(self._blank, batch.input_ids_BS.device, seed)
+        return engine.begin(
+            decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches
+        )
+
+    def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[Segment]:
+        """The step with some of the layers."""
+        self._memory.know([*self._blank.parameters(), *self._blank.buffers(), batch.input_ids_BS])
+        self._tiers.ledger = self._note
+        recorder = self._recorder = Recorder(
+            self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
+        )
+        decoder = layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
+        with self._observed.watching(), self._ranks.guarded():
+            with decoder.present(None):
+                run, differentiate = self._begin(decoder, batch, seed, reaches)
+                engine.forward(run, differentiate=differentiate)
+                recorder.phase("head")
+                loss = engine.loss(run, differentiate=differentiate)
+            if differentiate:
+                recorder.phase("backward")
+                engine.backward(run, torch.empty_like(loss))
+            del run, loss
+        recorder.finish()
+        return recorder.segments
+
+    def _batch(self) -> Batch:
+        """A batch without contents."""
+        ids_BS = torch.empty(self._batch_size, self._seq_len, dtype=torch.long, device="meta")
+        lengths = [self._seq_len] if self._documents is None else list(self._documents)
+        starts = (0, *accumulate(lengths[:-1]))
+        count = torch.empty((), dtype=torch.long, device="meta")
+        return Batch(ids_BS, None, ids_BS[:, 1:], count, documents=(starts,))
+
+    # -- what is noticed -----------------------------------------------------------------------------------------------
+
+    def _new_tiers(self) -> Tiers:
+        clock = None if self._hardware is None else self._clock
+        return tiers_for(self._device, self._config, virtual=True, clock=clock)
+
+    def _progress(self, progress: Progress) -> None:
+        self._observed.label = progress.part if progress.layer < 0 else f"{progress.part} {progress.layer}"
+        if self._recorder is not None:
+            if progress.part == "backward" and progress.layer < 0:
+                self._recorder.enter(None)
+            self._recorder.sample()
+
+    def _note(self, tier: str, kind: str, nbytes: int) -> None:
+        part = _PARTS.get(kind, kind)
+        if tier == "device":
+            self._memory.note(part, nbytes)
+        else:
+            self._tallies[tier].put(part, nbytes)
+
+    def _engine_bytes(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for tier, account in self._tiers.accounts.items():
+            found[tier] = account.held, account.peak
+            account.peak = account.held
+        return found
+
+    def _numbers(self) -> Numbers:
+        numbers: Numbers = {"seconds": self._clock.compute, "flops": self._observed.flops}
+        for lane, traffic in (self._tiers.lanes.traffic if self._tiers.limited else {}).items():
+            numbers[f"{lane} bytes"] = traffic.moved
+        numbers["comm bytes"] = self._ranks.traffic.moved if self._ranks.traffic is not None else 0
+        for name in (*LANES, COMM):
+            numbers[f"{name} exposed"] = self._clock.exposed.get(name, 0.0)
+            numbers[f"{name} busy"] = self._clock.busy.get(name, 0.0)
+        return numbers
+
+    # -- the result ----------------------------------------------------------------------------------------------------
+
+    def _rehearsal(self, course: Course, states: States, *, backward: bool, optimizer: AdamW | None) -> Rehearsal:
+        numbers = course.numbers
+        moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
+        if self._degrees.sp * self._degrees.cp > 1:
+            moved["comm"] = int(numbers["comm bytes"])
+        memory = {tier: dict(+parts) for tier, parts in course.parts.items()}
+        for tier, parts in memory.items():
+            rest = course.whole[tier] - sum(parts.values())
+            parts["activations of a chunk"] = parts.get("activations of a chunk", 0) + rest
+        step = None
+        if self._hardware is not None:
+            offload = self._spread.offload
+            tail = states.seconds(self._hardware, offload=offload) if backward and optimizer is not None else 0.0
+            step = self._step(course, tail, backward=backward)
+        return Rehearsal(
+            peaks={tier: course.engine.get(tier, 0) for tier in TIERS},
+            moved=moved, memory=memory, step=step,
+        )  # fmt: skip
+
+    def _step(self, course: Course, tail: float, *, backward: bool) -> Step:
+        assert self._hardware is not None
+        devices = self._degrees.dp * self._degrees.sp * self._degrees.cp * self._degrees.tp
+        flops = None
+        with contextlib.suppress(UncountedModuleError):
+            flops = model_flops(self._blank, seq_len=self._seq_len, batch_size=self._batch_size * self._degrees.dp,
+                                documents=self._documents)  # fmt: skip
+        numbers, phases = course.numbers, list(course.phases)
+        seconds = numbers["seconds"]
+        if tail:
+            phases.append(("optimizer", seconds, seconds + tail))
+        dtype = self._blank.get_input_embeddings().weight.dtype if self._spread.param_dtype is None else None
+        return Step(
+            seconds=seconds + tail,
+            phases=phases,
+            busy={lane: numbers[f"{lane} busy"] for lane in (*LANES, COMM)},
+            exposed={lane: numbers[f"{lane} exposed"] for lane in (*LANES, COMM)},
+            tokens=self._seq_len * self._batch_size * self._degrees.dp,
+            devices=devices,
+            model_flops=flops if backward or flops is None else flops // 3,
+            hardware_flops=int(numbers["flops"]) * devices,
+            peak_flops=self._hardware.peak(dtype or self._spread.param_dtype or torch.bfloat16),
+            memory=course.memory if self._drawn else {},
+            lanes=course.lanes if self._drawn else {},
+        )
+
+
+_PARTS = {
+    "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
+    "o": "attention outputs", "lse": "attention outputs", "do": "queries", "q": "queries",
+    "k": "keys and values", "v": "keys and values", "lk": "keys and values", "lv": "keys and values",
+    "kg": "keys and values", "vg": "keys and values", "dk": "gradients of keys and values",
+    "dv": "gradients of keys and values",
+}  # fmt: skip
+
+
+def _loaded(hardware: Hardware | str | None) -> Hardware | None:
+    if isinstance(hardware, str):
+        from trunkline.plan.hardware import load
+
+        return load(hardware)
+    return hardware
+
+
+def _device(device: str | torch.device | None, hardware: Hardware | None, model: PreTrainedModel) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if hardware is not None:
+        return torch.device(hardware.device_type)
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+def _order(segments: Sequence[Segment], units: Sequence[range], stands: dict[int, int]) -> list[Segment]:
+    """The segments of all units, from those of the units that stand for them."""
+    unit_of = {layer: i for i, unit in enumerate(units) for layer in unit}
+    found: list[Segment] = []
+    for phase in ("embed", "forward", "head", "backward"):
+        own = [segment for segment in segments if segment.phase == phase]
+        of_unit: dict[int, list[Segment]] = {}
+        for segment in own:
+            if segment.layer is not None:
+                of_unit.setdefault(unit_of[segment.layer], []).append(segment)
+        around = [i for i, segment in enumerate(own) if segment.layer is not None]
+        first, last = (around[0], around[-1]) if around else (len(own), len(own))
+        found += own[:first]
+        order = range(len(units)) if phase == "forward" else reversed(range(len(units)))
+        found += [segment for i in order for segment in of_unit.get(stands[i], [])]
+        found += own[last + 1 :]
+    return found
 
 
 def _without_contents(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import torch
 
 from trunkline.config import StreamConfig
 from trunkline.lanes import Lanes
+from trunkline.lanes.clock import Clock
 from trunkline.lanes.cuda import CudaLanes
 from trunkline.lanes.thread import ThreadLanes
 from trunkline.lanes.virtual import VirtualLanes
@@ -64,24 +65,35 @@ class CudaBackend:
 
 
 class VirtualBackend:
-    """Nothing at all, for tensors on the `meta` device."""
+    """Nothing at all, for tensors on the `meta` device.
+
+    Args:
+        clock: of the machine; None for one on which everything is over at once.
+        linked: whether its host memory lies behind a link.
+    """
+
+    def __init__(self, clock: Clock | None, *, linked: bool) -> None:
+        self._clock, self._linked = clock, linked
 
     def lanes(self) -> Lanes:
         """See `Backend.lanes`."""
-        return VirtualLanes()
+        return VirtualLanes(self._clock, linked=self._linked)
 
     def storage(self, tier: TierName, nbytes: int) -> Storage:
         """See `Backend.storage`."""
         return VirtualStorage(nbytes)
 
 
-def tiers_for(device: torch.device, config: StreamConfig, *, virtual: bool = False) -> Tiers:
+def tiers_for(
+    device: torch.device, config: StreamConfig, *, virtual: bool = False, clock: Clock | None = None
+) -> Tiers:
     """The tiers of a model on a device.
 
     Args:
         device: its own.
         config: with the budgets.
         virtual: nothing is to be allocated or moved.
+        clock: that virtual lanes keep time with; None for none.
 
     Raises:
         ValueError: budgets are set for a type of device that has no lanes.
@@ -103,5 +115,5 @@ def tiers_for(device: torch.device, config: StreamConfig, *, virtual: bool = Fal
     elif device.type != "cuda" and device_budget is not None:
         raise ValueError(f"device_budget is for CPU and CUDA devices, not for {device.type}: leave it out.")
     backend: Backend = CudaBackend(device, folder) if device.type == "cuda" else CpuBackend(folder)
-    backend = VirtualBackend() if virtual else backend
+    backend = VirtualBackend(clock, linked=device.type == "cuda") if virtual else backend
     return Tiers({"device": device_budget, "host": host_budget, "disk": disk_budget}, backend, config.prefetch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,9 @@ from trunkline.tiers.account import Account, TierName
 from trunkline.tiers.meters import Meters
 from trunkline.tiers.placement import Advice, Placement, Request, place
 from trunkline.tiers.storage import Block, ScratchFile, Storage
+
+ON_ITS_WAY = "on its way"  # what is in no store at the moment
+Ledger = Callable[[TierName, str, int], None]  # tier, kind of store, bytes in (or out, where negative)
 
 
 class Backend(Protocol):
@@ -58,6 +61,9 @@ class Tiers:
         # only leave a note here.
         self.forgotten: deque[_Record] = deque()
         self._runs: list[_Record] = []
+        # Of rehearsals: who is told of all that is held, and what was decided beforehand of head groups and places.
+        self.ledger: Ledger | None = None
+        self.decided: tuple[int, Placement] | None = None
         self._backend = backend
         self._lanes: Lanes | None = None
         self._storages: dict[TierName, Storage] = {}
@@ -228,7 +234,7 @@ class Stores:
             )
         self.settle(kind, max(self.prefetch - 2, 0))
         self.hold("device", x.nbytes)
-        self.hold(block.tier, x.nbytes)
+        self.hold(block.tier, x.nbytes, kind)
         move = self.lanes.stash(x, block)
         self._stashing[kind].append(move)
         if self.prefetch == 1:
@@ -248,14 +254,24 @@ class Stores:
         for kind in self._stashing:
             self.settle(kind)
 
-    def hold(self, tier: TierName, nbytes: int) -> None:
-        """Count bytes in."""
+    def hold(self, tier: TierName, nbytes: int, kind: str = ON_ITS_WAY) -> None:
+        """Count bytes in.
+
+        Args:
+            tier: where.
+            nbytes: how many.
+            kind: of the store that they are in, for whoever wants to know.
+        """
         if self._finalizer.alive:
             self._record.held[tier] += nbytes
             self.tiers.accounts[tier].hold(nbytes)
+            if self.tiers.ledger is not None:
+                self.tiers.ledger(tier, kind, nbytes)
 
-    def release(self, tier: TierName, nbytes: int) -> None:
-        """Count bytes out."""
+    def release(self, tier: TierName, nbytes: int, kind: str = ON_ITS_WAY) -> None:
+        """Count bytes out; see `hold`."""
         if self._finalizer.alive:
             self._record.held[tier] -= nbytes
             self.tiers.accounts[tier].release(nbytes)
+            if self.tiers.ledger is not None:
+                self.tiers.ledger(tier, kind, -nbytes)

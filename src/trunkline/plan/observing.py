@@ -1,0 +1,70 @@
+"""Every operator of a rehearsal, seen as it is called: what it costs in time, and what it leaves in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trunkline.attention.virtual import Attended, watcher
+from trunkline.lanes.clock import Clock
+from trunkline.plan.costs import Costs
+from trunkline.plan.forms import Forms
+from trunkline.plan.memory import DeviceMemory
+
+
+class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has a clock go on with every operator on tensors without contents, and a memory see what it makes.
+
+    Args:
+        costs: of operators; None for a machine on which everything is over at once.
+        clock: that goes on.
+        memory: that sees.
+
+    Attributes:
+        flops: of all operators so far.
+        label: what is drawn on the line of compute.
+    """
+
+    def __init__(self, costs: Costs | None, clock: Clock, memory: DeviceMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._costs, self._clock, self._memory = costs, clock, memory
+        self._forms = Forms()
+        self.flops = 0
+        self.label = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        out = self._forms.call(func, args, kwargs)
+        made = [x for x in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(x, Tensor)]
+        if not any(x.device.type == "meta" for x in made):
+            return out
+        self._memory.see(made)
+        if self._costs is not None:
+            self._clock.issue()
+            cost = self._costs.of_operator(func, args, kwargs, out)
+            if cost.seconds:
+                self.flops += cost.flops
+                self._clock.run(cost.seconds, self.label)
+        return out
+
+    def _attended(self, call: Attended) -> None:
+        if self._costs is not None:
+            self._clock.issue()
+            cost = self._costs.of_attention(call)
+            self.flops += cost.flops
+            self._clock.run(cost.seconds, self.label)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """For as long as this lasts."""
+        token = watcher.set(self._attended)
+        try:
+            with self:
+                yield
+        finally:
+            watcher.reset(token)

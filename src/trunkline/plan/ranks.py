@@ -1,0 +1,147 @@
+"""Ranks that are not there: what one of them would send, and when it would have what the others send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from trunkline.decoder import Batch
+from trunkline.lanes import Traffic
+from trunkline.lanes.clock import Clock, Job
+from trunkline.parallel.mesh import Degrees
+from trunkline.parallel.shared import Groups, Place, SharedSequence
+from trunkline.plan.hardware import Collective, Hardware
+from trunkline.ranks import Agreement
+
+COMM = "comm"  # the lane, and the queue of the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What collectives of some ranks cost.
+
+    Attributes:
+        size: ranks.
+        collective: their speed.
+        clock: that goes on; None where everything is over at once.
+    """
+
+    size: int
+    collective: Collective | None
+    clock: Clock | None
+
+    def send(self, nbytes: int, label: str) -> Job | None:
+        """Have a rank send so many bytes."""
+        if self.clock is None or self.collective is None:
+            return None
+        seconds = self.collective.latency + nbytes / self.collective.bandwidth
+        return self.clock.give(COMM, seconds, lane=COMM, label=label)
+
+    def wait(self, job: Job | None) -> None:
+        """Have compute go on after it."""
+        if job is not None and self.clock is not None:
+            self.clock.wait(job)
+
+
+def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -> Wire:
+    """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are."""
+    if hardware is None:
+        return Wire(size, None, None)
+    return Wire(size, hardware.intra if span <= hardware.devices_per_node else hardware.inter, clock)
+
+
+@dataclass(slots=True)
+class VirtualPending:
+    """A tensor on its way."""
+
+    tensor: Tensor
+    sent: Tensor | None  # in use until then
+    job: Job | None
+    wire: Wire
+
+    def wait(self) -> Tensor:
+        """See `PendingTensor.wait`."""
+        self.wire.wait(self.job)
+        self.sent = self.job = None
+        return self.tensor
+
+
+class VirtualComm:
+    """See `trunkline.parallel.comm.Collectives`; seen from the first rank.
+
+    Args:
+        wire: of the ranks.
+        traffic: receives the bytes that this rank sends.
+    """
+
+    rank = 0
+
+    def __init__(self, wire: Wire, traffic: Traffic) -> None:
+        self.size = wire.size
+        self._wire, self._traffic = wire, traffic
+
+    def all_to_all(self, parts: Tensor) -> VirtualPending:
+        """See `Collectives.all_to_all`."""
+        return self._pending(parts.new_empty(parts.shape), parts, parts.nbytes * (self.size - 1) // self.size, "heads")
+
+    def all_gather(self, part: Tensor) -> VirtualPending:
+        """See `Collectives.all_gather`."""
+        return self._pending(part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1), "gather")
+
+    def reduce_scatter(self, parts: Tensor) -> VirtualPending:
+        """See `Collectives.reduce_scatter`."""
+        return self._pending(
+            parts.new_empty(parts.shape[1:]), parts, parts.nbytes * (self.size - 1) // self.size, "scatter"
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collectives.all_reduce`."""
+        return self._pending(x.clone(), x, 2 * x.nbytes * (self.size - 1) // self.size, "reduce").wait()
+
+    def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> VirtualPending:
+        self._traffic.moved += nbytes
+        return VirtualPending(out, sent, self._wire.send(nbytes, label), self._wire)
+
+
+class VirtualRanks(SharedSequence):
+    """The ranks of a mesh that share a sequence, none of them there; see `trunkline.ranks.Ranks`.
+
+    Args:
+        degrees: of the mesh.
+        hardware: they run on; None for one on which everything is over at once.
+        clock: of the first of them.
+    """
+
+    def __init__(self, degrees: Degrees, hardware: Hardware | None, clock: Clock | None) -> None:
+        traffic = Traffic()
+
+        def comm(size: int, span: int) -> VirtualComm | None:
+            return VirtualComm(wire(size, span, hardware, clock), traffic) if size > 1 else None
+
+        sp, cp, tp = degrees.sp, degrees.cp, degrees.tp
+        groups = Groups(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))
+        super().__init__(degrees, Place(), groups, traffic, "cpu")
+
+    @property
+    def salt(self) -> int:
+        """See `Ranks.salt`."""
+        return 0
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """See `Ranks.guarded`."""
+        with self._turns.scope():
+            yield
+
+    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
+        """See `Ranks.begin`: nobody differs."""
+        return read()[0], Agreement(seed)
+
+    def require_same(self, what: object, name: str) -> None:
+        """See `Ranks.require_same`: they are."""
+
+    def require_same_weights(self, model: nn.Module) -> None:
+        """See `Ranks.require_same_weights`: they are."""

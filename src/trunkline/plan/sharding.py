@@ -1,0 +1,153 @@
+"""Parameters over ranks that are not there: what is gathered and reduced, when, and what a rank holds meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from trunkline.lanes.clock import Clock, Job
+from trunkline.lanes.virtual import LINK
+from trunkline.plan.memory import DeviceMemory
+from trunkline.plan.ranks import Wire
+from trunkline.structure import parameters_outside
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How parameters are spread over ranks; as `trunkline.shard` takes it.
+
+    Attributes:
+        zero: 0, 2 or 3.
+        param_dtype: of gathered parameters; None is that of the parameters.
+        reduce_dtype: in which gradients are summed.
+        offload: parameters, gradients and optimizer state rest in host memory.
+    """
+
+    zero: int = 3
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
+    offload: bool = False
+
+
+class VirtualSharding:
+    """See `trunkline.decoder.Parameters`; what `trunkline.parallel.sharding.Sharding` would do, seen from one rank.
+
+    Args:
+        model: on the `meta` device, whole.
+        layers: its decoder layers.
+        spread: how its parameters are spread.
+        wire: of the ranks that they are spread over.
+        clock: of this rank; None where everything is over at once.
+        memory: of its device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        spread: Spread,
+        wire: Wire,
+        clock: Clock | None,
+        memory: DeviceMemory,
+    ) -> None:
+        self.device = torch.device("meta")
+        self.is_waiting = False
+        self._layers = layers
+        self._model = model
+        self._spread, self._wire, self._clock, self._memory = spread, wire, clock, memory
+        self._sharded = spread.zero > 0 and wire.size > 1
+        self._coming: dict[int, Job | None] = {}
+        self._whole: set[int | None] = set()
+        self._reduced: set[Parameter] = set()
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """See `Parameters.layer_parameters`."""
+        return [list(layer.parameters()) for layer in self._layers]
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """See `Parameters.other_parameters`."""
+        return parameters_outside(self._model, self._layers)
+
+    def take_over(self) -> None:
+        """See `Parameters.take_over`."""
+
+    def hand_back(self) -> None:
+        """See `Parameters.hand_back`."""
+
+    def handed_back(self) -> contextlib.AbstractContextManager[None]:
+        """See `Parameters.handed_back`."""
+        return contextlib.nullcontext()
+
+    def begin(self) -> None:
+        """See `Parameters.begin`."""
+
+    @contextlib.contextmanager
+    def present(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
+        """See `Parameters.present`."""
+        if not self._sharded:
+            yield
+            return
+        was_whole = layer in self._whole
+        if not was_whole:
+            job = self._coming.pop(layer) if layer is not None and layer in self._coming else self._gather(layer)
+            self._wire.wait(job)
+            self._memory.put("gathered parameters", self._nbytes(layer))
+            self._memory.put("parameters on their way", -self._nbytes(layer))
+            self._whole.add(layer)
+        if following is not None and following not in self._coming and following not in self._whole:
+            self._coming[following] = self._gather(following)
+        try:
+            yield
+        finally:
+            if not was_whole and not (again and self._spread.zero == 2):
+                self._whole.discard(layer)
+                self._memory.put("gathered parameters", -self._nbytes(layer))
+
+    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """See `Parameters.live`."""
+        return list(parameters)
+
+    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Parameters.reduced`: where they are in parts, a rank's own is counted and not made."""
+        return [
+            None if total is None else self._over_ranks(parameter, total)
+            for parameter, total in zip(parameters, totals, strict=True)
+        ]
+
+    def _over_ranks(self, parameter: Parameter, total: Tensor) -> Tensor | None:
+        size = self._wire.size
+        local = total if total.dtype == torch.float64 else total.to(self._spread.reduce_dtype)
+        sent = local.nbytes * (size - 1) // size
+        self._wire.wait(self._wire.send(sent if self._sharded else 2 * sent, "gradients"))
+        if not self._sharded:
+            return torch.empty_like(parameter)
+        own = -(-parameter.nbytes // size)
+        if self._spread.offload and self._clock is not None:
+            self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
+        elif parameter not in self._reduced:
+            self._memory.put("gradients", own)
+        self._reduced.add(parameter)
+        return None
+
+    def _gather(self, layer: int | None) -> Job | None:
+        """Have the parameters of a layer, or of what is in none, brought together."""
+        nbytes, size = self._nbytes(layer), self._wire.size
+        self._memory.put("parameters on their way", nbytes)
+        if self._spread.offload and self._clock is not None:
+            own = sum(p.nbytes for p in self._parameters(layer)) // size
+            self._clock.wait(self._clock.give(LINK["fetch"], own, lane="fetch", label="parameters"))
+        return self._wire.send(nbytes * (size - 1) // size, "parameters")
+
+    def _nbytes(self, layer: int | None) -> int:
+        dtype = self._spread.param_dtype
+        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters(layer))
+
+    def _parameters(self, layer: int | None) -> list[Parameter]:
+        return self.other_parameters if layer is None else list(self._layers[layer].parameters())

@@ -1,0 +1,82 @@
+"""Parameters, gradients and optimizer state of one rank: what they take where, and what an optimizer step costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.sharding import Spread
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """The optimizer of `trunkline train`: two moments of every trained parameter.
+
+    Attributes:
+        fp32_master: it works on float32 copies of bfloat16 parameters, and collects gradients in float32.
+    """
+
+    fp32_master: bool = True
+
+    def state_dtype(self, parameter: Parameter) -> torch.dtype:
+        """In which the optimizer works on a parameter."""
+        master = self.fp32_master and parameter.dtype == torch.bfloat16
+        return torch.float32 if master else parameter.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes of one rank.
+
+    Attributes:
+        device: held on the device from step to step, by what it is.
+        host: in host memory.
+        updated: bytes that the optimizer step reads and writes.
+        step: bytes that it takes on the device beside all that, gradients among them.
+    """
+
+    device: Counter[str]
+    host: Counter[str]
+    updated: int
+    step: int
+
+    def seconds(self, hardware: Hardware, *, offload: bool) -> float:
+        """Of an optimizer step."""
+        if offload:
+            return self.updated * hardware.devices_per_node / hardware.host_bandwidth
+        return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
+
+
+def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | None) -> States:
+    """What one rank holds.
+
+    Args:
+        model: whole.
+        spread: how it is spread over ranks.
+        ranks: that it is spread over.
+        optimizer: of its trained parameters; None for none.
+    """
+    cut = ranks if spread.zero > 0 and ranks > 1 else 1
+    offload = spread.offload and cut > 1
+    weights = moments = masters = updated = step = 0
+    for parameter in model.parameters():
+        count = -(-parameter.numel() // cut)
+        weights += count * parameter.itemsize
+        if optimizer is None or not parameter.requires_grad:
+            continue
+        size = optimizer.state_dtype(parameter).itemsize
+        moments += 2 * count * size
+        gradient = count * size
+        if size != parameter.itemsize:
+            masters += count * size
+        step += gradient
+        # Gradient and parameter are read, both moments read and written, the parameter written; its image, too.
+        updated += count * (8 * size + (parameter.itemsize if size != parameter.itemsize else 0))
+    held = Counter({"parameters": weights, "optimizer": moments + masters})
+    held += Counter()  # nothing that is zero
+    return States(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)
