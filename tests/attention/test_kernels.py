@@ -126,6 +126,15 @@ def test_half_precision_without_instructions_is_computed_in_fp32(
     monkeypatch.setattr(torch.ops, "mkldnn", Processor(True))
     assert CpuFlashKernel().compute_dtype(dtype) == dtype
     assert CpuFlashKernel().compute_dtype(torch.float64) == torch.float64
+    monkeypatch.setattr(torch.ops, "mkldnn", object())  # a PyTorch that cannot say
+    assert not kernels.processor_has(dtype)
+    assert CpuFlashKernel().compute_dtype(dtype) == torch.float32
+
+
+def test_why_not() -> None:
+    for name in kernels.NAMES[1:]:
+        reason = kernels.why_not(name, CPU, torch.float32, 64, 64)
+        assert reason == ("it runs on CUDA tensors only" if name == "cuda_flash" else None)
 
 
 def test_padded_outputs_are_no_larger_than_they_say() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import attention
@@ -19,11 +19,16 @@ from torch.nn import attention
 _IMPLEMENTATIONS = (("FA4", "flash_attn.cute", 10), ("FA3", "flash_attn_interface", 9))
 
 
+def active_implementation() -> str | None:
+    """The implementation that has been activated process-wide; None is PyTorch's own."""
+    current: Callable[[], str | None] | None = getattr(attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 def best_implementation(device: torch.device) -> str | None:
     """The implementation to activate for `device`; None leaves PyTorch's own, or what the user has activated."""
-    current = getattr(attention, "current_flash_attention_impl", None)
     offered = getattr(attention, "list_flash_attention_impls", None)
-    if device.type != "cuda" or current is None or offered is None or current() is not None:
+    if device.type != "cuda" or offered is None or active_implementation() is not None:
         return None
     major, _ = torch.cuda.get_device_capability(device)
     for name, package, capability in _IMPLEMENTATIONS:

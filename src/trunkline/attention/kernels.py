@@ -65,6 +65,16 @@ class Kernel(Protocol):
         ...
 
 
+# The private operators of `mkldnn` that say whether the processor computes in a dtype itself.
+_INSTRUCTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+
+def processor_has(dtype: torch.dtype) -> bool:
+    """Whether this machine's processor has instructions for a half dtype; not, where this PyTorch cannot say."""
+    operator = getattr(torch.ops.mkldnn, _INSTRUCTIONS[dtype], None)
+    return operator is not None and bool(operator())
+
+
 class CpuFlashKernel:
     """PyTorch's flash attention for CPUs; its causal flag is aligned to the top left."""
 
@@ -77,11 +87,7 @@ class CpuFlashKernel:
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """fp32 for half dtypes that this processor has no instructions for: there it is up to 8 times faster."""
-        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return torch.float32
-        if dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-            return torch.float32
-        return dtype
+        return dtype if dtype not in _INSTRUCTIONS or processor_has(dtype) else torch.float32
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -243,6 +249,11 @@ NAMES = ("auto", *_KERNELS)
 _DIM_MULTIPLES = {"cpu_flash": 1, "cuda_flash": 8, "math": 0}
 
 
+def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    """The reason that a kernel (one of `NAMES` but "auto") cannot serve such tensors; None where it can."""
+    return _KERNELS[name][1](device, dtype, head_dim, value_dim)
+
+
 def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str, softcap: float | None) -> Kernel | None:
     """The kernel whose place a virtual one takes: `auto` is a CUDA device's, None its flash attention."""
     if softcap is not None:
@@ -295,8 +306,8 @@ def resolve(
     candidates = list(_KERNELS) if name == "auto" else [name]
     reason = None
     for candidate in candidates:
-        make, why_not = _KERNELS[candidate]
-        refused, reason = reason, why_not(device, dtype, head_dim, value_dim)
+        make = _KERNELS[candidate][0]
+        refused, reason = reason, why_not(candidate, device, dtype, head_dim, value_dim)
         if reason is None:
             if candidate == "math" and name == "auto" and device.type == "cuda":
                 _warn_of_math(refused)
