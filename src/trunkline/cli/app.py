@@ -1,6 +1,7 @@
 """The application: its commands, and what becomes of errors.
 
-Exit codes: 0 done; 1 the run failed (diverged); 2 something the user can mend, told in one paragraph; 130 interrupted.
+Exit codes: 0 done; 1 the run failed (diverged), or the doctor found that training would; 2 something the user can mend,
+told in one paragraph; 130 interrupted.
 Torch and transformers are imported by the commands that need them, so `--help` answers at once.
 """
 
@@ -18,7 +19,7 @@ import typer
 
 from trunkline.cli.arguments import split_arguments
 
-Job = Callable[[], None]
+Job = Callable[[], int | None]  # its exit code; None is 0
 
 # typer carries its own click or takes the installed one, by version; this is that one's base of all usage errors.
 _COMMAND_LINE_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -73,6 +74,24 @@ def train_command(
     return job
 
 
+@app.command("doctor", epilog="docs/doctor.md says what each line means. Exit code: 1 where something fails, else 0.")
+def doctor_command(
+    disk: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder whose speed is measured; by default the one for temporary files."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> Job:
+    """Check what training depends on in this machine, and say what to do where something is not well."""
+
+    def job() -> int:
+        from trunkline.cli.doctor import run_doctor
+
+        return run_doctor(disk, as_json=as_json)
+
+    return job
+
+
 def main() -> None:
     """Run the command line and exit."""
     sys.exit(run(sys.argv[1:]))
@@ -95,7 +114,7 @@ def run(arguments: list[str]) -> int:
         # the way when it runs.
         job = app(arguments, standalone_mode=False)
         if callable(job):
-            job()
+            return job() or 0
     except KeyboardInterrupt as error:
         _say("Interrupted; no model was written.", error)
         return 130
