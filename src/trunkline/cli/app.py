@@ -92,6 +92,23 @@ def doctor_command(
     return job
 
 
+@app.command("report", epilog="What a run's folder may hold, and how each figure is counted: docs/report.md.")
+def report_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as the output of trunkline train.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write; default: report in the run's folder.")
+    ] = None,
+) -> Job:
+    """Write a page about a training run or a rehearsed step: one HTML file, pictures, a trace."""
+
+    def job() -> None:
+        from trunkline.cli.report import run_report
+
+        run_report(run, output)
+
+    return job
+
+
 def main() -> None:
     """Run the command line and exit."""
     sys.exit(run(sys.argv[1:]))
