@@ -110,10 +110,12 @@ def test_headline_of_a_run_without_a_step_over_time(folder):
 
 def test_steps_of_a_run_come_before_a_rehearsal(folder, make):
     (folder / "timeline.json").write_text(make["timeline"](source="rehearsed").to_json())
-    figures = {figure.name: figure.value for figure in headline(read_run(folder))}
-    assert figures["Step time"] == "5.00 s"
-    assert figures["Tokens/s per device"] == "50.0"
-    assert figures["MFU"] == "40.0 %"
+    figures = {figure.name: figure for figure in headline(read_run(folder))}
+    assert figures["Step time"].value == "5.00 s"
+    assert figures["Tokens/s per device"].value == "50.0"
+    assert figures["MFU"].value == "40.0 %"
+    assert figures["Peak memory"].note == "of 80.0 GiB, first process"
+    assert figures["Peak memory"].share == 50 / 80
 
 
 def test_a_plan_that_lacks_its_time(folder, make):

@@ -49,6 +49,9 @@ def test_all_parts(folder):
     page = make_page(read_run(folder))
     assert sections(page) == SECTIONS
     assert page == make_page(read_run(folder))
+    assert re.findall(r'<li><i class="(\w+)"></i>\1</li>', page) == ["forward", "head", "backward"], (
+        "what the bands mean"
+    )
     for text in ("40.0 %", "50.0 %", "unchunked 500.0 GiB", "capacity 80.0 GiB", "measured / predicted", "1.25"):
         assert text in page, text
 

@@ -72,14 +72,10 @@ def _of_timeline(timeline: Timeline, before: Timeline | None) -> list[Figure]:
             counted = f"{count_text(flops / timeline.seconds)}FLOP/s"
             figures.append(Figure(name.replace("MFU", "Model FLOPs").replace(" utilisation", ""), counted, note))
     for tier in TIERS:
-        peak, capacity = timeline.peak(tier), timeline.capacity.get(tier)
-        if not peak:
-            continue
-        notes = [f"of {bytes_text(capacity)}"] if capacity else []
         unchunked = before.peak(tier) if before else None
-        notes += [f"unchunked {bytes_text(unchunked)}"] if unchunked else []
-        share = min(1.0, peak / capacity) if capacity else None
-        figures.append(Figure(f"Peak of {tier}", bytes_text(peak), ", ".join(notes), share))
+        note = f"unchunked {bytes_text(unchunked)}" if unchunked else ""
+        if peak := timeline.peak(tier):
+            figures.append(_peak(f"Peak of {tier}", peak, timeline.capacity.get(tier), note))
     return figures
 
 
@@ -103,13 +99,24 @@ def _of_history(run: Run) -> list[Figure]:
     elif flops is not None:
         note = "all devices, causal attention, recomputation not counted"
         figures.append(Figure("Model FLOPs", f"{count_text(flops)}FLOP/s", note))
-    figures.append(Figure("Peak memory", bytes_text(max(s.peak_memory_bytes for s in run.history)), "first process"))
+    capacity = rehearsed.capacity if rehearsed else {}
+    most = max(step.peak_memory_bytes for step in run.history)
+    figures.append(_peak("Peak memory", most, capacity.get("device"), "first process"))
     for tier in TIERS[1:]:
-        held = max(step.tiers.get(tier, 0) for step in run.history)
-        if held:
-            figures.append(Figure(f"Peak of {tier}", bytes_text(held), "held by the engine"))
+        if held := max(step.tiers.get(tier, 0) for step in run.history):
+            figures.append(_peak(f"Peak of {tier}", held, capacity.get(tier), "held by the engine"))
     return figures
 
 
 def _devices(timeline: Timeline) -> str:
     return f"{timeline.devices:,} device{'s' if timeline.devices > 1 else ''}"
+
+
+def _peak(name: str, held: int, capacity: int | None, note: str) -> Figure:
+    notes = [f"of {bytes_text(capacity)}"] if capacity else []
+    return Figure(
+        name,
+        bytes_text(held),
+        ", ".join([*notes, *([note] if note else [])]),
+        min(1.0, held / capacity) if capacity else None,
+    )

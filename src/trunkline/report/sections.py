@@ -10,7 +10,7 @@ from trunkline.report.folder import Run
 from trunkline.report.lanes import draw_lanes, lane_data, lane_totals
 from trunkline.report.memory import draw_memory, highest, shares_of
 from trunkline.report.svg import element
-from trunkline.report.timeline import Timeline
+from trunkline.report.timeline import PHASES, Timeline
 from trunkline.report.words import bytes_text, escape, percent_text, seconds_text
 from trunkline.tiers.account import TIERS
 
@@ -42,7 +42,15 @@ def memory(run: Run) -> str:
         "All that is held, parameters too, on one device and its host. Where more happens in a pixel than it can show, "
         "the darker tone reaches up to the lowest of it and the lighter one to the highest."
     )
-    return element("section", element("h2", "Memory through one step") + element("p", note) + "".join(figures))
+    content = element("h2", "Memory through one step") + element("p", note) + _phases(run) + "".join(figures)
+    return element("section", content)
+
+
+def _phases(run: Run) -> str:
+    """Return what the colours of the bands mean: most are too narrow for their name."""
+    shown = {phase.name for step in (run.before, run.timeline) if step for phase in step.phases}
+    keys = [element("li", element("i", class_=name) + name) for name in PHASES if name in shown]
+    return element("ul", "".join(keys), class_="phases") if keys else ""
 
 
 def _alone(tier: str, timeline: Timeline, which: str) -> str:
