@@ -89,7 +89,7 @@ def check_any_budget(
     trunkline.stream(model, chunk_size=chunk_size, keep=keep, kernel=kernel, inputs_every=inputs_every,
                      prefetch=prefetch, strategy=strategy, device_budget=2**40)  # fmt: skip
     try:
-        least, everything = sizes(model, ids, prefetch)
+        least, everything = sizes(model, ids, prefetch, position_ids=positions(lengths))
         device = int(least + share * max(everything - least, 0))
         tiers = with_adversary(model, seed, device, host, prefetch)
         with nothing_left():
@@ -123,8 +123,8 @@ def nothing_left() -> Iterator[None]:
     assert not any(left), left
 
 
-def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int) -> tuple[int, int]:
-    """The smallest device budget that is enough, and the smallest with which everything stays."""
+def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any) -> tuple[int, int]:
+    """The smallest device budget that is enough for a batch, and the smallest with which everything stays."""
 
     class Asking(Tiers):
         def place(self, requests: Sequence[Request], advice: Advice | None = None) -> Placement:
@@ -133,7 +133,7 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int) -> tuple[int
 
     asked: list[Request] = []
     put_tiers(model, Asking({"device": 2**40, "host": None, "disk": 2**24}, AdversaryBackend(0), prefetch))
-    streamed(model, ids, ids)
+    packed(model, ids, **given)
     everything = sum(request.nbytes for request in asked)
     inner = sum(request.nbytes for request in asked if request.group == "inner")
     least = inner + _transit([request for request in asked if request.group != "inner"])

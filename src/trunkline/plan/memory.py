@@ -52,11 +52,30 @@ class Tally:
 
 
 class DeviceMemory(Tally):
-    """Bytes that live tensors take, and what is put here by hand."""
+    """Bytes that live tensors take, and what is put here by hand.
+
+    Attributes:
+        beyond: those that are in no store of the engine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.beyond = Tally()
+        self._stored = 0
         self._known: dict[int, weakref.ref[Any]] = {}
+
+    def store(self, part: str, nbytes: int) -> None:
+        """Say that some of the bytes are in a store of the engine; negative when they no longer are."""
+        self.note(part, nbytes)
+        self._stored += nbytes
+        self._compare()
+
+    def _add(self, nbytes: int) -> None:
+        super()._add(nbytes)
+        self._compare()
+
+    def _compare(self) -> None:
+        self.beyond._add(self.held - self._stored - self.beyond.held)
 
     def see(self, tensors: Iterable[Tensor]) -> None:
         """Count the storages of tensors that an operator has made, from now until they are gone."""
@@ -79,7 +98,7 @@ class DeviceMemory(Tally):
 
     def _forget(self, key: int, nbytes: int) -> None:
         self._known.pop(key, None)
-        self.held -= nbytes
+        self._add(-nbytes)
 
 
 class _Farewell:

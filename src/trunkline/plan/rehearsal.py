@@ -8,7 +8,6 @@ cost, and a clock goes on: the step's time, and what of it was waiting.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,11 +21,11 @@ from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig
 from trunkline.decoder import Batch
 from trunkline.flops import UncountedModuleError, model_flops
-from trunkline.huggingface import HuggingFaceDecoder
 from trunkline.lanes import LANES
 from trunkline.lanes.clock import Clock
 from trunkline.parallel.mesh import Degrees, heads_of
 from trunkline.plan import layers
+from trunkline.plan.blank import Blank
 from trunkline.plan.costs import Costs
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.memory import DeviceMemory, Tally
@@ -44,7 +43,7 @@ from trunkline.tiers.stores import Tiers
 
 
 def rehearse(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Blank,
     seq_len: int,
     *,
     batch_size: int = 1,
@@ -65,7 +64,7 @@ def rehearse(
     values are streamed. Of layers that are alike a few stand for all.
 
     Args:
-        model: on any device, `meta` included, whole; it is not changed.
+        model: on any device, `meta` included, whole; it is not changed. A `Blank` of it saves making one each time.
         seq_len: tokens of a row (global: all ranks together).
         batch_size: rows, of one replica.
         documents: tokens of each document that a row packs, `seq_len` together; None for one.
@@ -90,18 +89,19 @@ def rehearse(
             raise ValueError(f"{name}={value!r}: give a positive whole number.")
     if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
         raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
-    rehearsing = _Rehearsing(model, seq_len, batch_size, documents, device=device, hardware=hardware,
-                             degrees=degrees or Degrees(), spread=spread or Spread(), drawn=drawn,
-                             settings=settings)  # fmt: skip
+    blank = model if isinstance(model, Blank) else Blank.of(model)
+    rehearsing = Rehearsing(blank, seq_len, batch_size, documents, device=device, hardware=hardware,
+                            degrees=degrees or Degrees(), spread=spread or Spread(), drawn=drawn,
+                            settings=settings)  # fmt: skip
     return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
 
 
-class _Rehearsing:
+class Rehearsing:
     """One rehearsal; see `rehearse`."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        blank: Blank,
         seq_len: int,
         batch_size: int,
         documents: Sequence[int] | None,
@@ -113,24 +113,26 @@ class _Rehearsing:
         drawn: bool,
         settings: dict[str, Any],
     ) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
+        self._blank, self._decoder = blank.model, blank.decoder
+        self._reaches = blank.reaches
         self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
         self._hardware = _loaded(hardware)
         self._degrees, self._spread, self._drawn = degrees, spread, drawn
         degrees.check_world(degrees.dp * degrees.sp * degrees.cp * degrees.tp)
-        degrees.check_heads(*heads_of(base))
+        degrees.check_heads(*heads_of(blank.model))
         if degrees.tp > 1:
             raise ValueError(f"tp={degrees.tp}: tensor parallelism is not rehearsed yet: use sp or cp.")
-        self._device = _device(device, self._hardware, base)
+        self._device = _device(device, self._hardware, blank.device)
         self._config = StreamConfig(**{**settings, "progress": self._progress})
-        self._blank = _without_contents(base)
         world = degrees.dp * degrees.sp * degrees.cp
         self._clock = Clock(speeds_of(self._hardware, world), drawn=drawn)
         self._memory = DeviceMemory()
-        self._tallies: dict[str, Tally] = {"device": self._memory, "host": Tally(), "disk": Tally()}
+        self._tallies: dict[str, Tally] = {
+            "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": Tally(), "disk": Tally(),
+        }  # fmt: skip
         clock = None if self._hardware is None else self._clock
         self._ranks = VirtualRanks(degrees, self._hardware, clock)
-        self._decoder = HuggingFaceDecoder(self._blank)
+        self._decoder.sharding = None
         # Where nothing has a time it does not matter how parameters come together.
         if world > 1:
             replicas = wire(world, world, self._hardware, clock)
@@ -143,12 +145,10 @@ class _Rehearsing:
 
     def result(self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None) -> Rehearsal:
         """Rehearse."""
-        support.verify(self._decoder)
-        reaches = support.reaches(self._decoder)
+        reaches = self._reaches
         with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
             seed, batch = draw_seed(), self._batch()
-            full, _ = self._begin(self._decoder, batch, seed, reaches)
-            full.stores.close()
+            full = self.placed(batch, seed)
             placement = full.stores.placement
             units = layers.units_of(full.layout)
             kinds = layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
@@ -161,8 +161,19 @@ class _Rehearsing:
         order = _order(segments, units, stands)
         ranks = self._degrees.dp * self._degrees.sp * self._degrees.cp
         states = states_of(self._blank, self._spread, ranks, optimizer if backward else None)
-        course = compose(order, {"device": states.device, "host": states.host, "disk": Counter()})
+        course = compose(order, {"device": states.device, BEYOND_STORES: states.device, "host": states.host,
+                                 "disk": Counter()})  # fmt: skip
         return self._rehearsal(course, states, backward=backward, optimizer=optimizer)
+
+    def placed(self, batch: Batch | None = None, seed: int = 0) -> Run:
+        """A forward before its first sweep, with everything in its place.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        run, _ = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
+        run.stores.close()
+        return run
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +228,7 @@ class _Rehearsing:
     def _note(self, tier: str, kind: str, nbytes: int) -> None:
         part = _PARTS.get(kind, kind)
         if tier == "device":
-            self._memory.note(part, nbytes)
+            self._memory.store(part, nbytes)
         else:
             self._tallies[tier].put(part, nbytes)
 
@@ -245,10 +256,9 @@ class _Rehearsing:
         moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
         if self._degrees.sp * self._degrees.cp > 1:
             moved["comm"] = int(numbers["comm bytes"])
-        memory = {tier: dict(+parts) for tier, parts in course.parts.items()}
-        for tier, parts in memory.items():
-            rest = course.whole[tier] - sum(parts.values())
-            parts["activations of a chunk"] = parts.get("activations of a chunk", 0) + rest
+        memory: dict[str, dict[str, int]] = {tier: dict(+course.parts[tier]) for tier in TIERS}
+        rest = course.whole["device"] - sum(memory["device"].values())
+        memory["device"] |= {"activations of a chunk": rest}
         step = None
         if self._hardware is not None:
             offload = self._spread.offload
@@ -256,7 +266,7 @@ class _Rehearsing:
             step = self._step(course, tail, backward=backward)
         return Rehearsal(
             peaks={tier: course.engine.get(tier, 0) for tier in TIERS},
-            moved=moved, memory=memory, step=step,
+            moved=moved, memory=memory, step=step, beyond_stores=course.whole[BEYOND_STORES],
         )  # fmt: skip
 
     def _step(self, course: Course, tail: float, *, backward: bool) -> Step:
@@ -281,11 +291,12 @@ class _Rehearsing:
             model_flops=flops if backward or flops is None else flops // 3,
             hardware_flops=int(numbers["flops"]) * devices,
             peak_flops=self._hardware.peak(dtype or self._spread.param_dtype or torch.bfloat16),
-            memory=course.memory if self._drawn else {},
+            memory={tier: course.memory[tier] for tier in TIERS} if self._drawn else {},
             lanes=course.lanes if self._drawn else {},
         )
 
 
+BEYOND_STORES = "device, beyond stores"
 _PARTS = {
     "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
     "o": "attention outputs", "lse": "attention outputs", "do": "queries", "q": "queries",
@@ -303,12 +314,12 @@ def _loaded(hardware: Hardware | str | None) -> Hardware | None:
     return hardware
 
 
-def _device(device: str | torch.device | None, hardware: Hardware | None, model: PreTrainedModel) -> torch.device:
+def _device(device: str | torch.device | None, hardware: Hardware | None, own: torch.device) -> torch.device:
     if device is not None:
         return torch.device(device)
     if hardware is not None:
         return torch.device(hardware.device_type)
-    return torch.device("cpu") if model.device.type == "meta" else model.device
+    return torch.device("cpu") if own.type == "meta" else own
 
 
 def _order(segments: Sequence[Segment], units: Sequence[range], stands: dict[int, int]) -> list[Segment]:
@@ -328,12 +339,3 @@ def _order(segments: Sequence[Segment], units: Sequence[range], stands: dict[int
         found += [segment for i in order for segment in of_unit.get(stands[i], [])]
         found += own[last + 1 :]
     return found
-
-
-def _without_contents(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the `meta` device, module by module: adapters, frozen and tied parameters are what they are."""
-    memo = {id(x): x.to("meta") for x in model.buffers()}
-    parameters = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    blank = copy.deepcopy(model, {**memo, **parameters})
-    blank.__dict__.pop("forward", None)
-    return blank

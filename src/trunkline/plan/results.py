@@ -65,12 +65,14 @@ class Rehearsal:
         memory: all bytes of each tier at its peak, by what they are: parameters, gradients, optimizer, what is kept,
             and what a chunk's own computation takes. A library's own buffers are not among them.
         step: when; None without a hardware profile.
+        beyond_stores: most bytes that the device holds beside the engine's stores.
     """
 
     peaks: dict[TierName, int]
     moved: dict[str, int]
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     step: Step | None = None
+    beyond_stores: int = 0
 
     def __str__(self) -> str:
         """In units for people."""

@@ -1,0 +1,53 @@
+"""A model without contents, made once for many rehearsals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from trunkline import support
+from trunkline.attention.visibility import Reach
+from trunkline.huggingface import HuggingFaceDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Blank:
+    """A model on the `meta` device, known to be one that can be streamed.
+
+    Attributes:
+        model: it.
+        decoder: in the pieces that sweeps need.
+        reaches: of each layer's attention.
+        device: where the model is that it was made of.
+    """
+
+    model: PreTrainedModel
+    decoder: HuggingFaceDecoder
+    reaches: Sequence[Reach]
+    device: torch.device
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Blank:
+        """Of a model on any device, or a PEFT model around one; it is not changed.
+
+        Raises:
+            ValueError: it cannot be streamed.
+        """
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
+        blank = _without_contents(base)
+        decoder = HuggingFaceDecoder(blank)
+        support.verify(decoder)
+        return Blank(blank, decoder, support.reaches(decoder), model.device)
+
+
+def _without_contents(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy on the `meta` device, module by module: adapters, frozen and tied parameters are what they are."""
+    memo = {id(x): x.to("meta") for x in model.buffers()}
+    parameters = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+    blank = copy.deepcopy(model, {**memo, **parameters})
+    blank.__dict__.pop("forward", None)
+    return blank

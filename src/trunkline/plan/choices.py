@@ -1,0 +1,188 @@
+"""What a plan chooses between: meshes, chunk sizes, what is kept; and the room that a choice has on a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from trunkline.parallel.mesh import Degrees, divisors
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.sharding import Spread
+from trunkline.plan.states import AdamW
+
+# What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
+# cannot use.
+_CONTEXT = 3 * 2**29
+_UNUSABLE = 0.04
+# Of host memory, for everything else that runs there, page cache and Python itself.
+_HOST_REST = 0.1
+_CHUNKS = {"cuda": tuple(2**n for n in range(12, 19)), "cpu": tuple(2**n for n in range(9, 14))}
+MOST_CHUNKS = 128  # of a sequence: more only make a step slower
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan is for.
+
+    Attributes:
+        hardware: of its nodes.
+        devices: in all.
+        host_bytes: memory of a node.
+        disk_bytes: of a node's scratch disks; 0 for none.
+    """
+
+    hardware: Hardware
+    devices: int
+    host_bytes: int
+    disk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no machine.
+
+        Raises:
+            ValueError: with the setting and the mend.
+        """
+        if not isinstance(self.devices, int) or isinstance(self.devices, bool) or self.devices < 1:
+            raise ValueError(f"gpus={self.devices!r}: give a positive whole number of devices.")
+        if self.host_bytes <= 0:
+            raise ValueError(f"host_memory={self.host_bytes!r}: give the memory of a node, such as '1TiB'.")
+        if self.disk_bytes < 0:
+            raise ValueError(f"disk={self.disk_bytes!r}: give the bytes of a node's scratch disks, or 0 for none.")
+
+    @property
+    def here(self) -> int:
+        """Devices of a node that work."""
+        return min(self.devices, self.hardware.devices_per_node)
+
+    @property
+    def device_room(self) -> int:
+        """Bytes of a device that can be used."""
+        whole = self.hardware.memory_bytes
+        if self.hardware.link is None:  # host memory is the device
+            return int(min(whole, self.host_bytes) * (1 - _HOST_REST)) // self.here
+        return int(whole * (1 - _UNUSABLE)) - _CONTEXT
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of host memory that the rank of one device can use; 0 where it is the device."""
+        return 0 if self.hardware.link is None else int(self.host_bytes * (1 - _HOST_REST)) // self.here
+
+    @property
+    def disk_room(self) -> int:
+        """Bytes of disk that the rank of one device can use."""
+        return self.disk_bytes // self.here
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be trained.
+
+    Attributes:
+        context: tokens of a row (global).
+        batch_size: rows of a micro-batch (global).
+        optimizer: whose state is held; None for none.
+        param_dtype: in which the model computes where its parameters are cut; None is theirs.
+        fixed: settings of `trunkline.stream` that are given, and not chosen.
+        degrees: of the mesh, where it is given.
+        spread: of parameters, where it is given.
+    """
+
+    context: int
+    batch_size: int = 1
+    optimizer: AdamW | None = field(default_factory=AdamW)
+    param_dtype: torch.dtype | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    degrees: Degrees | None = None
+    spread: Spread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to do it.
+
+    Attributes:
+        degrees: of the mesh.
+        spread: of parameters over it.
+        chunk_size: tokens of a chunk (global).
+        keep: what stays between forward and backward.
+        inputs_every: only the input of every N-th layer stays.
+    """
+
+    degrees: Degrees
+    spread: Spread
+    chunk_size: int
+    keep: tuple[str, ...] = ("attention",)
+    inputs_every: int = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of `trunkline.stream`, without budgets."""
+        return {"chunk_size": self.chunk_size, "keep": self.keep, "inputs_every": self.inputs_every}
+
+    def __str__(self) -> str:
+        """For people."""
+        kept = f"keep [{', '.join(self.keep)}]"
+        every = f", inputs_every {self.inputs_every}" if self.inputs_every > 1 else ""
+        mesh = "" if self.degrees == Degrees() else f", {self.degrees}, zero {self.spread.zero}"
+        offload = ", offload" if self.spread.offload else ""
+        return f"chunk {self.chunk_size:,}, {kept}{every}{mesh}{offload}"
+
+
+def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool = False) -> Iterator[Degrees]:
+    """Meshes of all devices, those with most replicas first: replicas exchange least.
+
+    Args:
+        task: whose batch the replicas share.
+        machine: whose devices they are.
+        num_heads: query heads.
+        one_sequence: only those whose devices all share one sequence.
+    """
+    if task.degrees is not None:
+        yield task.degrees
+        return
+    replicas = [1] if one_sequence else divisors(math.gcd(machine.devices, task.batch_size))[::-1]
+    for dp in replicas:
+        share = machine.devices // dp
+        sp = max(n for n in divisors(share) if num_heads % n == 0)
+        yield Degrees(dp=dp, sp=sp, cp=share // sp)
+
+
+def spreads(task: Task, degrees: Degrees) -> Iterator[Spread]:
+    """Ways to spread parameters, the fastest first."""
+    if task.spread is not None:
+        yield task.spread
+        return
+    if degrees.dp * degrees.sp * degrees.cp == 1:
+        yield Spread(zero=0)
+        return
+    for zero in (2, 3):
+        yield Spread(zero=zero, param_dtype=task.param_dtype)
+    yield Spread(zero=3, param_dtype=task.param_dtype, offload=True)
+
+
+def chunk_sizes(task: Task, hardware: Hardware) -> list[int]:
+    """Sizes of chunks that come into question, the largest first."""
+    given = task.fixed.get("chunk_size", "auto")
+    if given != "auto":
+        return [given]
+    sizes = [n for n in _CHUNKS[hardware.device_type] if task.context / MOST_CHUNKS <= n < 2 * task.context]
+    return sizes[::-1] or [_CHUNKS[hardware.device_type][-1 if task.context > 2**17 else 0]]
+
+
+def kept(task: Task, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    """What may be kept, and the inputs of how many layers: the fastest first, the leanest last."""
+    keeps = [tuple(task.fixed["keep"])] if "keep" in task.fixed else [("attention", "kv"), ("attention",), ()]
+    every = [task.fixed["inputs_every"]] if "inputs_every" in task.fixed else [1, 4, 8]
+    for keep in keeps:
+        for n in every:
+            if n <= max(1, num_layers // 2):
+                yield keep, n
+
+
+def longer(task: Task, context: int) -> Task:
+    """The same with another length."""
+    return replace(task, context=context)

@@ -1,0 +1,276 @@
+"""Plans: the settings with which a step fits a machine and is fastest, found by rehearsing.
+
+What fits is a matter of bytes alone, and decided by the same placement that a step uses; how long a step takes is
+rehearsed, for the few choices that are worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trunkline.parallel.mesh import Degrees, heads_of
+from trunkline.plan.blank import Blank
+from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, spreads
+from trunkline.plan.rehearsal import Rehearsing, rehearse
+from trunkline.plan.results import Rehearsal
+from trunkline.plan.sharding import Spread
+from trunkline.plan.states import states_of
+from trunkline.tiers.account import in_units
+
+Told = Callable[[str], None]
+_EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
+_PROBE = 2  # chunks of the step that shows what a device holds beside the stores
+
+
+class DoesNotFit(ValueError):  # noqa: N818 - it is told to users as the ValueError that it is
+    """No choice fits; the text says what is missing where, and what would mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a choice leaves to the engine's stores on each rank, in bytes.
+
+    Attributes:
+        device: budget; negative where even an empty store does not fit.
+        host: budget.
+        disk: budget.
+        beyond: most that the device holds beside the stores.
+        static: of these, what it holds from step to step: parameters and optimizer.
+    """
+
+    device: int
+    host: int
+    disk: int
+    beyond: int
+    static: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A choice that fits, and its step.
+
+    Attributes:
+        task: what is trained.
+        machine: on what.
+        choice: how.
+        room: of the stores.
+        rehearsal: of a step.
+        others: choices that were rehearsed, too, with the seconds of their steps.
+    """
+
+    task: Task
+    machine: Machine
+    choice: Choice
+    room: Room
+    rehearsal: Rehearsal
+    others: tuple[tuple[Choice, float], ...] = ()
+
+    def gpu_hours(self, tokens: int) -> float:
+        """Device hours that a run of so many tokens takes."""
+        assert self.rehearsal.step is not None
+        return tokens / self.rehearsal.step.tokens_per_second / 3600
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of `trunkline.stream` on each rank, budgets included; `disk` is left to the user."""
+        host = {"host_budget": self.room.host} if self.room.host else {}
+        return {**self.task.fixed, **self.choice.settings, "device_budget": self.room.device, **host}
+
+
+class Planner:
+    """Plans for one model on one machine.
+
+    Args:
+        model: what is trained, on any device.
+        machine: on what.
+        tell: told what is tried.
+    """
+
+    def __init__(self, model: Any, machine: Machine, tell: Told = lambda _: None) -> None:
+        self._blank = model if isinstance(model, Blank) else Blank.of(model)
+        self._machine, self._tell = machine, tell
+        self._num_heads = heads_of(self._blank.model)[0]
+        self._rooms: dict[tuple[Any, ...], Room] = {}
+
+    def best(self, task: Task) -> Plan:
+        """The fastest choice that fits.
+
+        Raises:
+            DoesNotFit: none does.
+        """
+        tried: list[tuple[Plan, float]] = []
+        for degrees in meshes(task, self._machine, self._num_heads):
+            found = self._best_on(task, degrees)
+            tried += found
+            if found and degrees.sp * degrees.cp == 1:
+                break  # replicas that fit on a device each exchange least
+        if not tried:
+            raise DoesNotFit(self.why_not(task))
+        best = min(tried, key=lambda each: each[1])[0]
+        others = tuple((plan.choice, seconds) for plan, seconds in tried if plan is not best)
+        return replace(best, others=others)
+
+    def longest(self, task: Task, *, timed: bool = True) -> Plan:
+        """The longest context that any choice fits, with the fastest such choice.
+
+        Args:
+            task: its context is where the search begins.
+            timed: rehearse a step of it; else the plan's rehearsal has no time.
+
+        Raises:
+            DoesNotFit: not even a thousand tokens do.
+        """
+        best: tuple[int, Choice] | None = None
+        for degrees in meshes(task, self._machine, self._num_heads, one_sequence=True):
+            for spread in spreads(task, degrees):
+                for keep, every in kept(task, self._blank.decoder.num_layers):
+                    found = self._longest_of(task, degrees, spread, keep, every, over=best[0] if best else 0)
+                    if found is not None:
+                        best = found
+                        self._tell(f"{best[0]:,} tokens with {best[1]}")
+        if best is None:
+            raise DoesNotFit(self.why_not(longer(task, 1_024)))
+        return self._plan(longer(task, best[0]), best[1], timed=timed)
+
+    def why_not(self, task: Task) -> str:
+        """Why nothing fits: what the leanest choice lacks."""
+        degrees = list(meshes(task, self._machine, self._num_heads))[-1]
+        spread = list(spreads(task, degrees))[-1]
+        keep, every = list(kept(task, self._blank.decoder.num_layers))[-1]
+        chunk = chunk_sizes(task, self._machine.hardware)[-1]
+        return self._lack(task, Choice(degrees, spread, chunk, keep, every)) or "it fits."
+
+    def room(self, task: Task, choice: Choice) -> Room:
+        """What a choice leaves to the engine's stores."""
+        key = choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp
+        if key not in self._rooms:
+            probe = rehearse(
+                self._blank, _PROBE * choice.chunk_size, batch_size=max(task.batch_size // choice.degrees.dp, 1),
+                device=self._machine.hardware.device_type, degrees=choice.degrees, spread=choice.spread,
+                optimizer=task.optimizer, chunk_size=choice.chunk_size, **_other(task),
+            )  # fmt: skip
+            ranks = choice.degrees.dp * choice.degrees.sp * choice.degrees.cp
+            states = states_of(self._blank.model, choice.spread, ranks, task.optimizer)
+            static = states.device.total()
+            # The optimizer's own step needs room beside what is held, too, when no store is there any more.
+            beyond = max(probe.beyond_stores, static + states.step)
+            self._rooms[key] = Room(
+                self._machine.device_room - beyond,
+                max(self._machine.host_room - states.host.total(), 0),
+                self._machine.disk_room, beyond, static,
+            )  # fmt: skip
+        return self._rooms[key]
+
+    # -- what fits -----------------------------------------------------------------------------------------------------
+
+    def _lack(self, task: Task, choice: Choice) -> str | None:
+        """Why a choice does not fit; None where it does."""
+        machine, room = self._machine, self.room(task, choice)
+        if room.device <= 0:
+            per = "each device" if machine.devices > 1 else "the device"
+            return (
+                f"{per} has {in_units(machine.device_room)} that can be used, and needs {in_units(room.beyond)} before "
+                f"anything is kept ({in_units(room.static)} for parameters and optimizer, the rest for a chunk's own "
+                f"computation and gradients), {in_units(-room.device)} too much with {choice}: more devices, a device "
+                "with more memory, parallel.offload, or a smaller chunk_size would mend it."
+            )
+        if machine.host_room and room.host <= 0:
+            return (
+                f"host memory has {in_units(machine.host_room)} for each device, and parameters and optimizer take all "
+                "of it (offload): a node with more memory would mend it."
+            )
+        try:
+            self._rehearsing(task, choice).placed()
+        except ValueError as error:
+            return f"{error} ({choice})"
+        return None
+
+    def _rehearsing(self, task: Task, choice: Choice, *, timed: bool = False) -> Rehearsing:
+        return Rehearsing(self._blank, task.context, max(task.batch_size // choice.degrees.dp, 1), None,
+                          drawn=False, **self._arguments(task, choice, timed=timed))  # fmt: skip
+
+    def _arguments(self, task: Task, choice: Choice, *, timed: bool) -> dict[str, Any]:
+        room, hardware = self.room(task, choice), self._machine.hardware
+        settings: dict[str, Any] = {**_other(task), **choice.settings, "device_budget": room.device}
+        if room.host:
+            settings["host_budget"] = room.host
+        if room.disk:
+            settings |= {"disk": ".", "disk_budget": room.disk}
+        return {"device": hardware.device_type, "hardware": hardware if timed else None, "degrees": choice.degrees,
+                "spread": choice.spread, "settings": settings}  # fmt: skip
+
+    # -- searching -----------------------------------------------------------------------------------------------------
+
+    def _best_on(self, task: Task, degrees: Degrees) -> list[tuple[Plan, float]]:
+        """Choices on a mesh that were worth a rehearsal, with the seconds of their steps."""
+        found: list[tuple[Plan, float]] = []
+        for spread in spreads(task, degrees):
+            fitting = list(self._fitting(task, degrees, spread))
+            if not fitting:
+                continue
+            keeps = list(dict.fromkeys((choice.keep, choice.inputs_every) for choice in fitting))
+            for keep, every in keeps:
+                sizes = [c for c in fitting if (c.keep, c.inputs_every) == (keep, every)]
+                before = min((seconds for _, seconds in found), default=float("inf"))
+                for choice in sizes[:3]:
+                    found.append(self._timed(task, choice))
+                plan, seconds = min(found, key=lambda each: each[1])
+                assert plan.rehearsal.step is not None
+                waits = sum(plan.rehearsal.step.exposed.values()) / seconds
+                if waits < _EXPOSED or seconds >= before:
+                    break  # a leaner choice computes more, and there is nothing it could save
+            break  # what is spread further exchanges more
+        return found
+
+    def _fitting(self, task: Task, degrees: Degrees, spread: Spread) -> Iterator[Choice]:
+        for keep, every in kept(task, self._blank.decoder.num_layers):
+            for chunk in chunk_sizes(task, self._machine.hardware):
+                choice = Choice(degrees, spread, chunk, keep, every)
+                if self._lack(task, choice) is None:
+                    yield choice
+
+    def _timed(self, task: Task, choice: Choice) -> tuple[Plan, float]:
+        plan = self._plan(task, choice, timed=True)
+        assert plan.rehearsal.step is not None
+        self._tell(f"{choice}: {plan.rehearsal.step.seconds:,.4g} s a step")
+        return plan, plan.rehearsal.step.seconds
+
+    def _plan(self, task: Task, choice: Choice, *, timed: bool) -> Plan:
+        rehearsing = self._rehearsing(task, choice, timed=timed)
+        rehearsal = rehearsing.result(backward=True, extrapolate=True, optimizer=task.optimizer)
+        return Plan(task, self._machine, choice, self.room(task, choice), rehearsal)
+
+    def _longest_of(
+        self, task: Task, degrees: Degrees, spread: Spread, keep: tuple[str, ...], every: int, *, over: int
+    ) -> tuple[int, Choice] | None:
+        """The longest context of such choices, where it is more than `over`, to about 3%."""
+
+        def fits(length: int) -> Choice | None:
+            longer_task = longer(task, length)
+            for chunk in chunk_sizes(longer_task, self._machine.hardware):
+                choice = Choice(degrees, spread, chunk, keep, every)
+                if self._lack(longer_task, choice) is None:
+                    return choice
+            return None
+
+        low, choice = max(over + over // 32, 1_024), None
+        if (choice := fits(low)) is None:
+            return None
+        high = 2 * low
+        while (found := fits(high)) is not None:
+            low, choice, high = high, found, 2 * high
+        while high - low > max(low // 32, 1_024):
+            middle = (low + high) // 2 // 1_024 * 1_024
+            found = fits(middle)
+            if found is None:
+                high = middle
+            else:
+                low, choice = middle, found
+        return low, choice
+
+
+def _other(task: Task) -> dict[str, Any]:
+    """Given settings that are not chosen."""
+    return {name: value for name, value in task.fixed.items() if name not in ("chunk_size", "keep", "inputs_every")}
