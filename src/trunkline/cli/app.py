@@ -74,6 +74,46 @@ def train_command(
     return job
 
 
+@app.command(
+    "plan",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="How a plan is made, and what the profiles of hardware say: docs/plan.md. Exit code: 1 where nothing fits.",
+)
+def plan_command(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE [--dotted.key VALUE]...", help="As for trunkline train; no data is read."),
+    ],
+    hardware: Annotated[
+        str, typer.Option(help="Name of a profile, such as a100-80g or h100-sxm, or file of one, as tune writes it.")
+    ],
+    gpus: Annotated[int, typer.Option(help="Devices in all.")] = 1,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Memory of a node, such as 1TiB; default: the profile's.")
+    ] = None,
+    scratch: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Scratch disk of a node, such as 4TB; default: none.")
+    ] = None,
+    max_length: Annotated[bool, typer.Option("--max-length", help="Look for the longest context that fits.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a run whose cost is told; default: the recipe's steps.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recipe with the plan's settings.")
+    ] = None,
+) -> Job:
+    """Say whether a recipe fits a machine, with which settings it is fastest, and what it costs."""
+
+    def job() -> int:
+        from trunkline.cli.plan import Asked, run_plan
+
+        asked = Asked(hardware, gpus, host_memory, scratch, max_length, tokens, as_json, write)
+        return run_plan(*split_arguments(arguments), asked)
+
+    return job
+
+
 @app.command("doctor", epilog="docs/doctor.md says what each line means. Exit code: 1 where something fails, else 0.")
 def doctor_command(
     disk: Annotated[

@@ -85,8 +85,8 @@ class Task:
         context: tokens of a row (global).
         batch_size: rows of a micro-batch (global).
         optimizer: whose state is held; None for none.
-        param_dtype: in which the model computes where its parameters are cut; None is theirs.
-        fixed: settings of `trunkline.stream` that are given, and not chosen.
+        fixed: settings of `trunkline.stream` that are given, and not chosen; budgets among them are the most that a
+            choice may take.
         degrees: of the mesh, where it is given.
         spread: of parameters, where it is given.
     """
@@ -94,7 +94,6 @@ class Task:
     context: int
     batch_size: int = 1
     optimizer: AdamW | None = field(default_factory=AdamW)
-    param_dtype: torch.dtype | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
     degrees: Degrees | None = None
     spread: Spread | None = None
@@ -156,12 +155,14 @@ def spreads(task: Task, degrees: Degrees) -> Iterator[Spread]:
     if task.spread is not None:
         yield task.spread
         return
+    # As `trunkline train` does it: parts are the float32 masters.
+    dtype = torch.float32 if task.optimizer is not None and task.optimizer.fp32_master else None
     if degrees.dp * degrees.sp * degrees.cp == 1:
         yield Spread(zero=0)
-        return
-    for zero in (2, 3):
-        yield Spread(zero=zero, param_dtype=task.param_dtype)
-    yield Spread(zero=3, param_dtype=task.param_dtype, offload=True)
+    else:
+        for zero in (2, 3):
+            yield Spread(zero=zero, dtype=dtype)
+    yield Spread(zero=3, dtype=dtype, offload=True)
 
 
 def chunk_sizes(task: Task, hardware: Hardware) -> list[int]:

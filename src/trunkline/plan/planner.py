@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trunkline.config import StreamConfig
 from trunkline.parallel.mesh import Degrees, heads_of
 from trunkline.plan.blank import Blank
 from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, spreads
@@ -21,6 +22,7 @@ from trunkline.tiers.account import in_units
 
 Told = Callable[[str], None]
 _EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
+_CHOSEN = ("chunk_size", "keep", "inputs_every", "device_budget", "host_budget", "disk", "disk_budget")
 _PROBE = 2  # chunks of the step that shows what a device holds beside the stores
 
 
@@ -156,10 +158,11 @@ class Planner:
             static = states.device.total()
             # The optimizer's own step needs room beside what is held, too, when no store is there any more.
             beyond = max(probe.beyond_stores, static + states.step)
+            device, host, disk = StreamConfig(**task.fixed).budgets
             self._rooms[key] = Room(
-                self._machine.device_room - beyond,
-                max(self._machine.host_room - states.host.total(), 0),
-                self._machine.disk_room, beyond, static,
+                _least(self._machine.device_room - beyond, device),
+                _least(max(self._machine.host_room - sum(probe.memory["host"].values()), 0), host),
+                _least(self._machine.disk_room, disk), beyond, static,
             )  # fmt: skip
         return self._rooms[key]
 
@@ -273,4 +276,8 @@ class Planner:
 
 def _other(task: Task) -> dict[str, Any]:
     """Given settings that are not chosen."""
-    return {name: value for name, value in task.fixed.items() if name not in ("chunk_size", "keep", "inputs_every")}
+    return {name: value for name, value in task.fixed.items() if name not in _CHOSEN}
+
+
+def _least(room: int, given: int | None) -> int:
+    return room if given is None else min(room, given)

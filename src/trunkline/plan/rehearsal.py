@@ -64,7 +64,8 @@ def rehearse(
     values are streamed. Of layers that are alike a few stand for all.
 
     Args:
-        model: on any device, `meta` included, whole; it is not changed. A `Blank` of it saves making one each time.
+        model: on any device, `meta` included, whole, in the dtype in which it computes; it is not changed. A `Blank` of
+            it saves making one each time.
         seq_len: tokens of a row (global: all ranks together).
         batch_size: rows, of one replica.
         documents: tokens of each document that a row packs, `seq_len` together; None for one.
@@ -133,11 +134,10 @@ class Rehearsing:
         clock = None if self._hardware is None else self._clock
         self._ranks = VirtualRanks(degrees, self._hardware, clock)
         self._decoder.sharding = None
-        # Where nothing has a time it does not matter how parameters come together.
-        if world > 1:
+        if spread.cuts(world) or world > 1:
             replicas = wire(world, world, self._hardware, clock)
             self._decoder.sharding = VirtualSharding(
-                self._blank, self._decoder.layers, spread, replicas, clock, self._memory
+                self._blank, self._decoder.layers, spread, replicas, clock, self._memory, self._tallies["host"]
             )
         self._observed = Observed(None if self._hardware is None else Costs(self._hardware), self._clock, self._memory)
         self._recorder: Recorder | None = None
@@ -280,7 +280,6 @@ class Rehearsing:
         seconds = numbers["seconds"]
         if tail:
             phases.append(("optimizer", seconds, seconds + tail))
-        dtype = self._blank.get_input_embeddings().weight.dtype if self._spread.param_dtype is None else None
         return Step(
             seconds=seconds + tail,
             phases=phases,
@@ -290,7 +289,7 @@ class Rehearsing:
             devices=devices,
             model_flops=flops if backward or flops is None else flops // 3,
             hardware_flops=int(numbers["flops"]) * devices,
-            peak_flops=self._hardware.peak(dtype or self._spread.param_dtype or torch.bfloat16),
+            peak_flops=self._hardware.peak(self._blank.get_input_embeddings().weight.dtype),
             memory={tier: course.memory[tier] for tier in TIERS} if self._drawn else {},
             lanes=course.lanes if self._drawn else {},
         )

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from trunkline.lanes.clock import Clock, Job
 from trunkline.lanes.virtual import LINK
-from trunkline.plan.memory import DeviceMemory
+from trunkline.plan.memory import DeviceMemory, Tally
 from trunkline.plan.ranks import Wire
 from trunkline.structure import parameters_outside
 
@@ -23,15 +23,20 @@ class Spread:
 
     Attributes:
         zero: 0, 2 or 3.
-        param_dtype: of gathered parameters; None is that of the parameters.
+        dtype: in which parts rest, with their gradients, where they are wider than what the model computes in (float32
+            masters); None is that of the parameters.
         reduce_dtype: in which gradients are summed.
         offload: parameters, gradients and optimizer state rest in host memory.
     """
 
     zero: int = 3
-    param_dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype = torch.float32
     offload: bool = False
+
+    def cuts(self, ranks: int) -> bool:
+        """Whether parameters are anywhere else than whole on each of so many ranks."""
+        return self.zero > 0 and (ranks > 1 or self.offload)
 
 
 class VirtualSharding:
@@ -44,6 +49,7 @@ class VirtualSharding:
         wire: of the ranks that they are spread over.
         clock: of this rank; None where everything is over at once.
         memory: of its device.
+        host: of what it offloads.
     """
 
     def __init__(
@@ -54,13 +60,14 @@ class VirtualSharding:
         wire: Wire,
         clock: Clock | None,
         memory: DeviceMemory,
+        host: Tally,
     ) -> None:
         self.device = torch.device("meta")
         self.is_waiting = False
         self._layers = layers
         self._model = model
-        self._spread, self._wire, self._clock, self._memory = spread, wire, clock, memory
-        self._sharded = spread.zero > 0 and wire.size > 1
+        self._spread, self._wire, self._clock, self._memory, self._host = spread, wire, clock, memory, host
+        self._sharded = spread.cuts(wire.size)
         self._coming: dict[int, Job | None] = {}
         self._whole: set[int | None] = set()
         self._reduced: set[Parameter] = set()
@@ -128,11 +135,11 @@ class VirtualSharding:
         self._wire.wait(self._wire.send(sent if self._sharded else 2 * sent, "gradients"))
         if not self._sharded:
             return torch.empty_like(parameter)
-        own = -(-parameter.nbytes // size)
+        own = -(-parameter.numel() // size) * self._at_rest(parameter)
         if self._spread.offload and self._clock is not None:
             self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
-        elif parameter not in self._reduced:
-            self._memory.put("gradients", own)
+        if parameter not in self._reduced:
+            (self._host if self._spread.offload else self._memory).put("gradients", own)
         self._reduced.add(parameter)
         return None
 
@@ -141,13 +148,16 @@ class VirtualSharding:
         nbytes, size = self._nbytes(layer), self._wire.size
         self._memory.put("parameters on their way", nbytes)
         if self._spread.offload and self._clock is not None:
-            own = sum(p.nbytes for p in self._parameters(layer)) // size
+            own = sum(p.numel() * self._at_rest(p) for p in self._parameters(layer)) // size
             self._clock.wait(self._clock.give(LINK["fetch"], own, lane="fetch", label="parameters"))
         return self._wire.send(nbytes * (size - 1) // size, "parameters")
 
     def _nbytes(self, layer: int | None) -> int:
-        dtype = self._spread.param_dtype
-        return sum(p.numel() * (dtype or p.dtype).itemsize for p in self._parameters(layer))
+        return sum(p.nbytes for p in self._parameters(layer))
+
+    def _at_rest(self, parameter: Parameter) -> int:
+        """Bytes of an element of a part."""
+        return (self._spread.dtype or parameter.dtype).itemsize
 
     def _parameters(self, layer: int | None) -> list[Parameter]:
         return self.other_parameters if layer is None else list(self._layers[layer].parameters())

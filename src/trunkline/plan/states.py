@@ -61,22 +61,23 @@ def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | N
         ranks: that it is spread over.
         optimizer: of its trained parameters; None for none.
     """
-    cut = ranks if spread.zero > 0 and ranks > 1 else 1
-    offload = spread.offload and cut > 1
+    is_cut = spread.cuts(ranks)
+    cut = ranks if is_cut else 1
+    offload = spread.offload and is_cut
     weights = moments = masters = updated = step = 0
     for parameter in model.parameters():
         count = -(-parameter.numel() // cut)
-        weights += count * parameter.itemsize
+        resting = (spread.dtype if is_cut and spread.dtype is not None else parameter.dtype).itemsize
+        weights += count * resting
         if optimizer is None or not parameter.requires_grad:
             continue
-        size = optimizer.state_dtype(parameter).itemsize
+        size = max(optimizer.state_dtype(parameter).itemsize, resting)
         moments += 2 * count * size
-        gradient = count * size
-        if size != parameter.itemsize:
+        if size != resting:
             masters += count * size
-        step += gradient
+        step += count * size
         # Gradient and parameter are read, both moments read and written, the parameter written; its image, too.
-        updated += count * (8 * size + (parameter.itemsize if size != parameter.itemsize else 0))
+        updated += count * (8 * size + (resting if size != resting else 0))
     held = Counter({"parameters": weights, "optimizer": moments + masters})
     held += Counter()  # nothing that is zero
     return States(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)

@@ -1,0 +1,190 @@
+"""`trunkline plan`: whether a recipe fits a machine, with which settings it is fastest, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from trunkline.plan.choices import Machine
+from trunkline.plan.hardware import load
+from trunkline.plan.planner import DoesNotFit, Plan, Planner
+from trunkline.tiers.account import in_units, parse_bytes
+from trunkline.train.planning import blank_model, task_of, written
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import dump_recipe, load_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        hardware: name or file of a profile.
+        gpus: devices.
+        host_memory: of a node, with a unit; None is the profile's.
+        disk: of a node's scratch disks, with a unit.
+        max_length: look for the longest context, not the recipe's own.
+        tokens: of a run, whose cost is told; None for the recipe's steps.
+        as_json: print JSON.
+        write: file for the recipe with the plan's settings.
+    """
+
+    hardware: str
+    gpus: int
+    host_memory: str | None = None
+    disk: str | None = None
+    max_length: bool = False
+    tokens: int | None = None
+    as_json: bool = False
+    write: Path | None = None
+
+
+def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Asked) -> int:
+    """Plan and print.
+
+    Returns:
+        The exit code: 1 where nothing fits.
+    """
+    console, errors = Console(), Console(stderr=True)
+    recipe = load_recipe(recipe_path, overrides, notice=lambda text: errors.print(text, style="dim"))
+    if asked.write is not None and asked.write.exists():
+        raise ValueError(f"--write: '{asked.write}' exists: give another file.")
+    machine = _machine(asked)
+    with Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors,
+             transient=True, disable=not sys.stderr.isatty()) as bar:  # fmt: skip
+        line = bar.add_task("building the model without contents")
+        planner = Planner(blank_model(recipe), machine, lambda text: bar.update(line, description=f"rehearsed {text}"))
+        bar.update(line, description="looking for what fits")
+        task = task_of(recipe)
+        try:
+            plan = planner.longest(task) if asked.max_length else planner.best(task)
+        except DoesNotFit as error:
+            if asked.as_json:
+                console.print_json(json.dumps({"fits": False, "why_not": str(error)}))
+            else:
+                console.print(f"does not fit: {error}", soft_wrap=True, highlight=False, markup=False)
+            return 1
+    tokens = asked.tokens or recipe.tokens_per_step * recipe.steps
+    if asked.as_json:
+        console.print_json(json.dumps(record(plan, tokens)))
+    else:
+        show(console, recipe, plan, tokens, longest=asked.max_length)
+    if asked.write is not None:
+        asked.write.write_text(dump_recipe(written(recipe, plan)), encoding="utf-8")
+        errors.print(f"wrote {asked.write}", highlight=False)
+    return 0
+
+
+def _machine(asked: Asked) -> Machine:
+    hardware = load(asked.hardware)
+    host = parse_bytes("host_memory", asked.host_memory)
+    if host is None and hardware.host_bytes is None:
+        raise ValueError(
+            f"host_memory: the profile '{hardware.name}' does not say how much a node has: give --host-memory, such as "
+            "1TiB."
+        )
+    disk = parse_bytes("disk", asked.disk) or 0
+    return Machine(hardware, asked.gpus, hardware.host_bytes or 0 if host is None else host, disk)
+
+
+def record(plan: Plan, tokens: int) -> dict[str, Any]:
+    """A plan as JSON: what `trunkline report` reads, and what scripts want.
+
+    Args:
+        plan: the plan.
+        tokens: of the run whose cost is told.
+    """
+    rehearsal, step = plan.rehearsal, plan.rehearsal.step
+    assert step is not None
+    return {
+        "fits": True,
+        "hardware": f"{plan.machine.devices} x {plan.machine.hardware.title}",
+        "context": plan.task.context,
+        "settings": {**plan.choice.settings, "device_budget": plan.room.device, "host_budget": plan.room.host},
+        "parallel": {
+            "dp": plan.choice.degrees.dp,
+            "sp": plan.choice.degrees.sp,
+            "cp": plan.choice.degrees.cp,
+            "tp": plan.choice.degrees.tp,
+            "zero": plan.choice.spread.zero,
+            "offload": plan.choice.spread.offload,
+        },
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second * step.devices,
+        "mfu": step.mfu,
+        "mfu_recompute_counted": step.hardware_utilisation,
+        "peaks": {tier: sum(parts.values()) for tier, parts in rehearsal.memory.items()},
+        "holders": rehearsal.memory,
+        "exposed": step.exposed,
+        "moved": rehearsal.moved,
+        "tokens": tokens,
+        "gpu_hours": plan.gpu_hours(tokens),
+        "others": [{"choice": str(choice), "seconds": seconds} for choice, seconds in plan.others],
+    }
+
+
+def show(console: Console, recipe: Recipe, plan: Plan, tokens: int, *, longest: bool) -> None:
+    """A plan for people.
+
+    Args:
+        console: where.
+        recipe: what was planned.
+        plan: the plan.
+        tokens: of the run whose cost is told.
+        longest: whether the context was looked for.
+    """
+    step, machine, room = plan.rehearsal.step, plan.machine, plan.room
+    assert step is not None
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False)
+
+    mfu = "MFU not countable"
+    if step.mfu is not None:
+        mfu = f"MFU {step.mfu:.1%} (recomputation counted: {step.hardware_utilisation:.1%})"
+    say(f"{recipe.model.preset or recipe.model.path} on {machine.devices} x {machine.hardware.title}", "bold")
+    say(f"{'longest context' if longest else 'fits'}: {plan.task.context:,} tokens x {plan.task.batch_size}", "green")
+    say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
+    say(f"with: {plan.choice}")
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("what holds it", False)):
+        table.add_column(column, justify="right" if right else "left", no_wrap=right)
+    rooms = {"device": machine.device_room, "host": machine.host_room, "disk": machine.disk_room}
+    for tier, parts in plan.rehearsal.memory.items():
+        held = sum(parts.values())
+        if held:
+            largest = sorted(parts.items(), key=lambda part: -part[1])
+            text = ", ".join(f"{what} {in_units(nbytes)}" for what, nbytes in largest if nbytes > held / 50)
+            table.add_row(tier, in_units(held), in_units(rooms[tier]), text)
+    console.print(table)
+    waits = [
+        f"{lane} {duration(seconds)} ({seconds / step.seconds:.1%})"
+        for lane, seconds in step.exposed.items()
+        if seconds > 0
+    ]
+    moved = [f"{lane} {in_units(nbytes)}" for lane, nbytes in plan.rehearsal.moved.items() if nbytes]
+    say(f"compute waits for: {', '.join(waits) or 'nothing'}")
+    say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
+    budgets = [f"device_budget {in_units(room.device)}", f"host_budget {in_units(room.host)}" if room.host else ""]
+    say(f"budgets of stream(): {', '.join(filter(None, budgets))}")
+    say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
+    for choice, seconds in sorted(plan.others, key=lambda other: other[1]):
+        say(f"  {seconds / step.seconds:.3f} x the time with {choice}", "dim")
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
