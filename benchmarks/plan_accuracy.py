@@ -60,7 +60,7 @@ class Setting:
 
 def settings_of(disk: str) -> list[Setting]:
     """What is compared."""
-    squeezed = {"chunk_size": 2_048, "disk": disk, "device_budget": "24MiB"}
+    squeezed = {"chunk_size": 2_048, "disk": disk, "device_budget": "48MiB"}
     return [
         Setting("8K, chunk 1K", 8_192, settings={"chunk_size": 1_024}),
         Setting("8K, chunk 4K", 8_192, settings={"chunk_size": 4_096}),

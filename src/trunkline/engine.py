@@ -135,10 +135,7 @@ def embed_backward(run: Run) -> None:
 def place(run: Run, *, differentiate: bool) -> None:
     """Find out from one token how large everything will be, and give it its tier before the first sweep."""
     token, tiers = Chunk(0, 0, 1), run.stores.tiers
-    with torch.set_grad_enabled(differentiate):
-        x_BCE = run.decoder.embed(run.batch.first_row, token)
-    if differentiate:
-        run.lowest = lowest_layer(run, x_BCE)
+    x_BCE = look_at_token(run, differentiate=differentiate)
     if tiers.decided is not None:
         run.head_groups, placement = tiers.decided
         run.stores = Stores(tiers, placement)
@@ -146,7 +143,7 @@ def place(run: Run, *, differentiate: bool) -> None:
     # Of one row: replicas have other batches, and must all look into the layers, or none.
     key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
     if key not in tiers.widths:
-        tiers.widths[key] = widths_of(run, x_BCE.detach(), token)
+        tiers.widths[key] = widths_of(run, x_BCE, token)
     widths = tiers.widths[key].times(len(run.batch.input_ids_BS))
     chunk_size = len(run.chunks[0]) * run.ranks.size
     live_chunks = [run.live_chunks(layer) for layer in range(run.decoder.num_layers)]
@@ -156,6 +153,15 @@ def place(run: Run, *, differentiate: bool) -> None:
     run.ranks.require_same((layout.head_groups, placement.places), "what rests where")
     run.head_groups = layout.head_groups
     run.stores = Stores(tiers, placement)
+
+
+def look_at_token(run: Run, *, differentiate: bool) -> Tensor:
+    """The input of layer 0 for one token; it tells how far down backward must reach."""
+    with torch.set_grad_enabled(differentiate):
+        x_BCE = run.decoder.embed(run.batch.first_row, Chunk(0, 0, 1))
+    if differentiate:
+        run.lowest = lowest_layer(run, x_BCE)
+    return x_BCE.detach()
 
 
 def widths_of(run: Run, x_BCE: Tensor, token: Chunk) -> Widths:

@@ -40,7 +40,9 @@ class Forms:
         if known is None:
             out = func(*args, **kwargs)
             outs = out if isinstance(out, tuple) else (out,)
-            if all(isinstance(x, Tensor) and x.device.type == "meta" and x.layout == torch.strided for x in outs):
+            if _share(outs, args):  # whatever its schema says (`_unsafe_view`)
+                self._kinds[func] = _Kind(makes_new=False, changes_first=False)
+            elif all(isinstance(x, Tensor) and x.device.type == "meta" and x.layout == torch.strided for x in outs):
                 forms = tuple((x.shape, x.stride(), x.dtype) for x in outs)
                 self._known[key] = forms if isinstance(out, tuple) else forms[0]
             return out
@@ -64,6 +66,12 @@ def _kind(func: Any) -> _Kind:
     in_place = len(returns) == 1 and aliased and bool(written) and written[0] and not any(written[1:])
     is_method = in_place and func._schema.name.endswith("_") and not func._schema.name.endswith("resize_")
     return _Kind(bool(returns) and not aliased and not any(written), is_method)
+
+
+def _share(outs: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+    """Whether an output lies in the storage of an input."""
+    given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+    return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in given for x in outs)
 
 
 def _key(values: tuple[Any, ...]) -> Hashable:

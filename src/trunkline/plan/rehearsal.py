@@ -171,7 +171,10 @@ class Rehearsing:
         Raises:
             ValueError: it does not fit.
         """
-        run, _ = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
+        run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
+        if not self._tiers.limited:
+            with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
+                engine.look_at_token(run, differentiate=differentiate)
         run.stores.close()
         return run
 
