@@ -19,6 +19,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 DIRECTIONS = ("forward", "backward")
 MEMORY_KINDS = ("copy", "pointwise", "transcendental", "reduction")
 LANES = ("fetch", "stash", "comm")
+COLLECTIVES = ("intra", "inter")  # within a node, between nodes
 
 _PLACEHOLDERS = {
     "{dtype}": "|".join(DTYPES),
@@ -69,8 +70,8 @@ _RULES = (
     *_LINK,
     *(_Rule(f"disk.{name}", "bytes/s") for name in ("read", "write", "both_read", "both_write")),
     *(
-        _Rule(f"{scope}.{name}", unit)
-        for scope in ("intra", "inter")
+        _Rule(f"{scope}.{name}", unit, needed=False)
+        for scope in COLLECTIVES
         for name, unit in (("bandwidth", "bytes/s"), ("latency", "seconds"))
     ),
     _Rule("kernel_seconds", "seconds"),
@@ -172,6 +173,13 @@ def check(figures: Mapping[str, Any], where: str) -> None:
             continue
         if rule.needed and not any(rule.fits(keys) for keys in given):
             raise ValueError(f"{where}: {rule.path} is missing: give {_form(rule)}.")
+    for scope in COLLECTIVES:
+        lacking = [name for name in ("bandwidth", "latency") if name not in figures.get(scope, {})]
+        if len(lacking) == 1:
+            raise ValueError(
+                f"{where}: {scope}.{lacking[0]} is missing: give it, too, or leave {scope} out where nothing is known "
+                "of such collectives."
+            )
     _check_attention(figures["attention"], where)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from trunkline.plan import own
 from trunkline.plan.figures import LANES, check, figure, is_figure, leaves, merge, points, to_toml
 from trunkline.plan.rates import Direction, MemoryKind, Rates
 
@@ -88,8 +89,8 @@ class Hardware:
         host_bytes: of a node; None where no usual size exists.
         host_bandwidth: of a node's memory, bytes/s.
         link: None where host memory is the device.
-        intra: collectives within a node.
-        inter: between nodes, where every device sends over its own share of the network.
+        intra: collectives within a node; None where nobody measured them.
+        inter: between nodes, where every device sends over its own share of the network; None likewise.
         kernel_seconds: the least time of a kernel on the device.
         host_seconds: what the host takes to issue one operator from eager PyTorch.
         interference: of each lane ("fetch", "stash", "comm"), the share of compute's speed that is lost while it is
@@ -108,8 +109,8 @@ class Hardware:
     host_bandwidth: float
     link: Link | None
     disk: Disk
-    intra: Collective
-    inter: Collective
+    intra: Collective | None
+    inter: Collective | None
     kernel_seconds: float
     host_seconds: float
     interference: Mapping[str, float]
@@ -157,8 +158,8 @@ class Hardware:
             host_bandwidth=values["host_bandwidth"],
             link=_link(values["link"]) if "link" in values else None,
             disk=Disk(**values["disk"]),
-            intra=Collective(**values["intra"]),
-            inter=Collective(**values["inter"]),
+            intra=Collective(**values["intra"]) if values.get("intra") else None,
+            inter=Collective(**values["inter"]) if values.get("inter") else None,
             kernel_seconds=values["kernel_seconds"],
             host_seconds=values["host_seconds"],
             interference={lane: values.get("interference", {}).get(lane, 0.0) for lane in LANES},
@@ -208,6 +209,10 @@ class Hardware:
         """
         return self._rates.attention(direction, dtype, head_dim, queries, keys, causal)
 
+    def has_attention(self, dtype: torch.dtype) -> bool:
+        """Whether `attention_rate` knows a dtype."""
+        return self._rates.has_attention(dtype)
+
     def memory_rate(self, kind: MemoryKind, nbytes: int) -> float:
         """Bytes/s, read and written together, of an operation that device memory bounds.
 
@@ -225,15 +230,15 @@ class Hardware:
 
 
 def names() -> list[str]:
-    """The profiles that come with Trunkline."""
-    return list(_bundled())
+    """The profiles that come with Trunkline, and `this-machine` where `trunkline tune` has measured it."""
+    return [*_bundled(), *([own.NAME] if own.path().is_file() else [])]
 
 
 def load(name_or_path: str, *, attention: str | None = None) -> Hardware:
     """A profile by name, or from a `.toml` file such as `trunkline tune` writes.
 
     Args:
-        name_or_path: one of `names()`, or a path that ends in `.toml`.
+        name_or_path: one of `names()`, or a path that ends in `.toml`; `this-machine` is what `trunkline tune` wrote.
         attention: whose attention figures count, such as `"fa3"`; None takes what PyTorch uses as installed.
 
     Raises:
@@ -247,6 +252,9 @@ def load(name_or_path: str, *, attention: str | None = None) -> Hardware:
         except OSError as error:
             raise ValueError(f"hardware={name_or_path!r}: cannot be read ({error.strerror}).") from None
         return parse(text, name=path.stem, attention=attention, where=name_or_path)
+    if name_or_path == own.NAME:
+        figures = own.read(f"hardware={own.NAME!r}")
+        return Hardware.from_figures(figures, name=own.NAME, attention=attention, where=str(own.path()))
     return _load_bundled(name_or_path, attention)
 
 
@@ -281,14 +289,16 @@ def _load_bundled(name: str, attention: str | None) -> Hardware:
 
 
 def _named(name: str, where: str) -> dict[str, Any]:
-    """The figures of a bundled profile, without those of its base."""
+    """The figures of a profile that has a name, without those of its base."""
+    if name == own.NAME:
+        return own.read(where)
     known = _bundled()
     if name in known:
         return known[name]
     nearest = sorted(known, key=lambda other: _likeness(name.lower(), other), reverse=True)
     raise ValueError(
         f"{where}: no such profile; there are {', '.join(nearest)}, or the path of a .toml file with figures of your "
-        "own (docs/plan.md says how to write one)."
+        f"own (docs/plan.md says how to write one), or {own.NAME}, which `trunkline tune` measures."
     )
 
 

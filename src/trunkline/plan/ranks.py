@@ -47,10 +47,24 @@ class Wire:
 
 
 def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -> Wire:
-    """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are."""
+    """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are.
+
+    Raises:
+        ValueError: the hardware's profile knows nothing of such collectives.
+    """
     if hardware is None:
         return Wire(size, None, None)
-    return Wire(size, hardware.intra if span <= hardware.devices_per_node else hardware.inter, clock)
+    within = span <= hardware.devices_per_node
+    collective = hardware.intra if within else hardware.inter
+    if collective is None:
+        scope, where = ("intra", "within a node") if within else ("inter", "between nodes")
+        raise ValueError(
+            f"hardware profile {hardware.name!r} (devices_per_node {hardware.devices_per_node}) has no figures of "
+            f"collectives {where}, which {span} ranks need: measure them with torchrun --nproc-per-node N -m trunkline "
+            f"tune {'on one node' if within else 'on several nodes (or on one with as many ranks)'}, or give "
+            f"{scope}.bandwidth and {scope}.latency in a profile of your own."
+        )
+    return Wire(size, collective, clock)
 
 
 @dataclass(slots=True)

@@ -126,6 +126,15 @@ class Rates:
             self._attention_seen[key] = factor * self._of_head_dim(head_dim, rates)
         return self._attention_seen[key]
 
+    def has_attention(self, dtype: torch.dtype) -> bool:
+        """See `Hardware.has_attention`."""
+        try:
+            for tables in self._attention.values():
+                self._stand_in(dtype, "attention", tables)
+        except ValueError:
+            return False
+        return True
+
     def memory(self, kind: MemoryKind, nbytes: int) -> float:
         """See `Hardware.memory_rate`."""
         key = (kind, nbytes)
