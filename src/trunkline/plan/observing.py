@@ -26,6 +26,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         flops: of all operators so far.
+        operators: that the host has issued so far.
         label: what is drawn on the line of compute.
     """
 
@@ -34,6 +35,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._costs, self._clock, self._memory = costs, clock, memory
         self._forms = Forms()
         self.flops = 0
+        self.operators = 0
         self.label = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,16 +47,20 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         self._memory.see(made)
         if self._costs is not None:
-            self._clock.issue()
+            self._issue()
             cost = self._costs.of_operator(func, args, kwargs, out)
             if cost.seconds:
                 self.flops += cost.flops
                 self._clock.run(cost.seconds, self.label)
         return out
 
+    def _issue(self) -> None:
+        self.operators += 1
+        self._clock.issue()
+
     def _attended(self, call: Attended) -> None:
         if self._costs is not None:
-            self._clock.issue()
+            self._issue()
             cost = self._costs.of_attention(call)
             self.flops += cost.flops
             self._clock.run(cost.seconds, self.label)

@@ -243,7 +243,8 @@ class Rehearsing:
         return found
 
     def _numbers(self) -> Numbers:
-        numbers: Numbers = {"seconds": self._clock.compute, "flops": self._observed.flops}
+        numbers: Numbers = {"seconds": self._clock.compute, "flops": self._observed.flops,
+                            "operators": self._observed.operators}  # fmt: skip
         for lane, traffic in (self._tiers.lanes.traffic if self._tiers.limited else {}).items():
             numbers[f"{lane} bytes"] = traffic.moved
         numbers["comm bytes"] = self._ranks.traffic.moved if self._ranks.traffic is not None else 0
@@ -292,6 +293,7 @@ class Rehearsing:
             devices=devices,
             model_flops=flops if backward or flops is None else flops // 3,
             hardware_flops=int(numbers["flops"]) * devices,
+            operators=int(numbers["operators"]),
             peak_flops=self._hardware.peak(self._blank.get_input_embeddings().weight.dtype),
             memory={tier: course.memory[tier] for tier in TIERS} if self._drawn else {},
             lanes=course.lanes if self._drawn else {},

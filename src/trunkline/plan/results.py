@@ -20,6 +20,7 @@ class Step:
         devices: that share the work.
         model_flops: FLOPs that the mathematics needs (`trunkline.flops`); None where they cannot be counted.
         hardware_flops: those that all devices do, what is computed again included; a kernel's own recomputation is not.
+        operators: that the host of a device issues.
         peak_flops: FLOP/s of a device.
         memory: (second, bytes) of each tier, where it was asked for.
         lanes: (begin, end, label) of each lane, where it was asked for.
@@ -33,6 +34,7 @@ class Step:
     devices: int
     model_flops: int | None
     hardware_flops: int
+    operators: int
     peak_flops: float
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict, repr=False)
     lanes: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict, repr=False)

@@ -1,0 +1,79 @@
+"""What an operator costs the host and the device; and collectives that a profile may lack."""
+
+import pytest
+import torch
+from families import build
+from plan.profiles import constant
+
+import trunkline
+from trunkline.parallel.mesh import Degrees
+from trunkline.plan import overheads
+
+CPU = torch.device("cpu")
+
+
+def seconds(machine: object, host: float) -> tuple[float, int]:
+    return overheads._rehearsed(overheads._model(torch.float32), machine, host)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("beyond", [0.003, 0.5])
+def test_with_the_hosts_time_a_rehearsal_takes_as_long_as_the_step(
+    device_type: str, beyond: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = constant(device_type, kernel_seconds=1e-6)
+    of_the_device, operators = seconds(machine, 0.0)
+    assert operators > 2_000
+    took = of_the_device + beyond
+    monkeypatch.setattr(overheads, "_step_seconds", lambda model, device: took)
+    host = overheads.host_seconds(machine, CPU)
+    assert seconds(machine, host)[0] == pytest.approx(took, rel=0.011)
+    if device_type == "cpu":  # where nothing overlaps
+        assert host == pytest.approx(beyond / operators)
+
+
+def test_a_step_that_is_faster_than_its_rehearsal_has_no_negative_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overheads, "_step_seconds", lambda model, device: 1e-6)
+    assert overheads.host_seconds(constant("cpu", kernel_seconds=1e-6), CPU) == 1e-9
+
+
+def test_the_least_time_of_a_kernel_is_one_of_this_world() -> None:
+    assert 1e-8 < overheads.kernel_seconds(CPU) < 1e-3
+
+
+def test_operators_are_counted_once_each() -> None:
+    """On a CPU each costs the host its time, whatever stands for what."""
+    model = build("llama", torch.float32, num_hidden_layers=6)
+    steps = [
+        trunkline.rehearse(
+            model, 64, hardware=constant("cpu", host_seconds=host), chunk_size=16, extrapolate=short
+        ).step
+        for host in (1e-15, 1.0)
+        for short in (True, False)
+    ]
+    assert len({step.operators for step in steps}) == 1
+    operators = steps[0].operators
+    assert steps[2].seconds - steps[0].seconds == pytest.approx(operators, rel=1e-6)
+    fewer = build("llama", torch.float32, num_hidden_layers=3)
+    half = trunkline.rehearse(fewer, 64, hardware=constant("cpu"), chunk_size=16).step.operators
+    assert 1.7 * half < operators < 2 * half
+
+
+def test_a_mesh_within_a_node_needs_no_figures_between_nodes() -> None:
+    machine = constant(inter=None)
+    model = build("llama", torch.float32)
+    assert trunkline.rehearse(model, 64, hardware=machine, degrees=Degrees(sp=2)).step.busy["comm"] > 0
+    with pytest.raises(
+        ValueError, match=r"'made-up' \(devices_per_node 4\) .* between nodes, which 8 ranks need: .*torc"
+    ):
+        trunkline.rehearse(model, 64, hardware=machine, degrees=Degrees(dp=4, sp=2))
+
+
+def test_a_mesh_needs_figures_within_a_node() -> None:
+    machine = constant(intra=None, inter=None)
+    assert (machine.intra, machine.inter) == (None, None)
+    with pytest.raises(
+        ValueError, match=r"within a node, which 2 ranks need: measure them with torchrun .*intra\.band"
+    ):
+        trunkline.rehearse(build("llama", torch.float32), 64, hardware=machine, degrees=Degrees(cp=2))
+    assert trunkline.rehearse(build("llama", torch.float32), 64, hardware=machine).step is not None
