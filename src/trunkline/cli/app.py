@@ -132,6 +132,41 @@ def doctor_command(
     return job
 
 
+@app.command("tune", epilog="What is measured, what the file holds and how plans use it: docs/plan.md.")
+def tune_command(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Profile to write (.toml), or with --hardware the picture (.png); default: your own."
+        ),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder whose speed is measured; by default the one for temporary files."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda", help="What is measured.")] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(metavar="D,D,…", help="Head dims of attention; default: 64,128.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="Measure nothing: draw the sweet spot of a known profile.")
+    ] = None,
+) -> Job:
+    """Measure this machine for plans: its hardware profile, and a picture of the chunk sizes that suit it."""
+
+    def job() -> None:
+        from trunkline.cli.tune import run_drawing, run_tune
+
+        if hardware is None:
+            run_tune(output, disk, device or "auto", head_dims or "64,128")
+        elif (disk, device, head_dims) != (None, None, None):
+            raise ValueError("--hardware measures nothing: leave --disk, --device and --head-dims out, or --hardware.")
+        else:
+            run_drawing(hardware, output)
+
+    return job
+
+
 @app.command("report", epilog="What a run's folder may hold, and how each figure is counted: docs/report.md.")
 def report_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as the output of trunkline train.")],
@@ -173,7 +208,7 @@ def run(arguments: list[str]) -> int:
         if callable(job):
             return job() or 0
     except KeyboardInterrupt as error:
-        _say("Interrupted; no model was written.", error)
+        _say(f"Interrupted; {'no model' if arguments[:1] == ['train'] else 'nothing'} was written.", error)
         return 130
     except Exception as error:
         code = _explained(error)
