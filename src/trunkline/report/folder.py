@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trunkline.report import checked
+from trunkline import checked
 from trunkline.report.history import Step, read_history
-from trunkline.report.timeline import Timeline
+from trunkline.timeline import Timeline
 
 METRICS, RECIPE, TIMELINE, PLAN, BEFORE = "metrics.jsonl", "recipe.yaml", "timeline.json", "plan.json", "before.json"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trunkline.report import checked
+from trunkline import checked
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,39 @@
 """The record of a step: what it computes, that a file gives it back, and that it refuses what no step can be."""
 
 import json
+import random
 
 import pytest
+from records import GIB, make_timeline
 
-from trunkline.report import Timeline
+from trunkline.report.thin import columns
+from trunkline.timeline import Timeline, clipped, thinned, within
+
+
+@pytest.fixture
+def timeline():
+    return make_timeline()
 
 
 def test_a_file_gives_back_what_was_written(timeline):
     assert Timeline.from_json(timeline.to_json()) == timeline
 
 
-def test_figures(timeline, make):
+def test_figures(timeline):
     assert timeline.tokens_per_second == 100
     # 16e12 FLOPs in 10 s on 4 devices of 1e12 FLOP/s, and 20e12 with recomputation.
     assert timeline.mfu == pytest.approx(0.4, rel=1e-12)
     assert timeline.mfu_recompute_counted == pytest.approx(0.5, rel=1e-12)
-    assert timeline.peak("device") == 60 * make["gib"]
+    assert timeline.peak("device") == 60 * GIB
     assert timeline.peak("disk") is None
     assert timeline.busy("compute") == 8
-    assert make["timeline"](peak_flops=None).mfu is None
-    assert make["timeline"](model_flops=None).mfu is None
+    assert make_timeline(peak_flops=None).mfu is None
+    assert make_timeline(model_flops=None).mfu is None
 
 
-def test_work_that_overlaps_counts_once(make):
+def test_work_that_overlaps_counts_once():
     lanes = {"compute": [(0.0, 4.0, "a"), (1.0, 2.0, "b"), (3.0, 6.0, "c"), (8.0, 9.0, "d")]}
-    assert make["timeline"](lanes=lanes).busy("compute") == 7
+    assert make_timeline(lanes=lanes).busy("compute") == 7
 
 
 @pytest.mark.parametrize(
@@ -42,9 +50,9 @@ def test_work_that_overlaps_counts_once(make):
         ({"memory": {"device": [(0.0, 1), (2.0, 1), (1.0, 1)]}}, r"memory.device\[2\] is at second 1.0"),
     ],
 )
-def test_what_no_step_can_be(make, changes, message):
+def test_what_no_step_can_be(changes, message):
     with pytest.raises(ValueError, match=message):
-        make["timeline"](**changes)
+        make_timeline(**changes)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +82,25 @@ def test_files_that_are_no_timeline(timeline, changes, message):
 def test_no_object_at_all(text, message):
     with pytest.raises(ValueError, match=message):
         Timeline.from_json(text)
+
+
+def test_thinned_memory_keeps_every_spike():
+    generator = random.Random(0)
+    steps = sorted((generator.random() * 9.0, generator.randrange(100)) for _ in range(5000))
+    steps[1234] = (steps[1234][0], 500)
+    kept = thinned(steps, 9.0, most=300)
+    assert len(kept) <= 300
+    assert steps[1234] in kept
+    assert kept[-1] == steps[-1]
+    assert [second for second, _ in kept] == sorted(second for second, _ in kept)
+    # Of each of the hundred columns the lowest and the highest are what they were.
+    low, high = columns(steps, 9.0, 100)
+    got_low, got_high = columns(kept, 9.0, 100)
+    assert (low[1:], high[1:]) == (got_low[1:], got_high[1:])
+    assert thinned(steps[:300], 9.0, most=300) == steps[:300]
+
+
+def test_what_is_out_of_the_step_is_cut_off():
+    assert within([(0.0, 1), (2.0, 5), (1.9999999, 6), (7.0, 2)], 4.0) == [(0.0, 1), (2.0, 5), (2.0, 6), (4.0, 2)]
+    segments = [(3.0, 5.0, "c"), (-1.0, 1.0, "a"), (4.0, 6.0, "d"), (1.0, 2.0, "b")]
+    assert clipped({"fetch": segments}, 4.0) == {"fetch": [(0.0, 1.0, "a"), (1.0, 2.0, "b"), (3.0, 4.0, "c")]}

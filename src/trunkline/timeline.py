@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from trunkline.report import checked
+from trunkline import checked
 from trunkline.tiers.account import TIERS
 
 Source = Literal["measured", "rehearsed"]
@@ -201,6 +202,55 @@ class Timeline:
             tokens=checked.whole(get("tokens"), "tokens"),
             devices=checked.whole(get("devices"), "devices"),
         )
+
+
+def thinned(steps: Sequence[tuple[float, int]], end: float, most: int) -> StepFunction:
+    """Leave out changes of a step function until at most `most` are left.
+
+    Time is cut into columns; of each the highest, the lowest and the last value stay, each at its own second, so that
+    no spike is lost.
+
+    Args:
+        steps: (second, value) in order of seconds.
+        end: second at which the last column ends.
+        most: changes to be left, at least 3.
+
+    Returns:
+        The changes that stay.
+    """
+    if len(steps) <= most or end <= 0:
+        return list(steps)
+    count = max(1, most // 3)
+    kept: StepFunction = []
+    first = 0
+    while first < len(steps):
+        column = min(count - 1, int(steps[first][0] / end * count))
+        last = first
+        while last + 1 < len(steps) and min(count - 1, int(steps[last + 1][0] / end * count)) == column:
+            last += 1
+        group = range(first, last + 1)
+        chosen = {max(group, key=lambda i: steps[i][1]), min(group, key=lambda i: steps[i][1]), last}
+        kept += [steps[i] for i in sorted(chosen)]
+        first = last + 1
+    return kept
+
+
+def within(steps: Iterable[tuple[float, int]], end: float) -> StepFunction:
+    """Return a step function with rising seconds, none beyond the end; what rounding has put out of order is mended."""
+    found: StepFunction = []
+    reached = 0.0
+    for second, value in steps:
+        reached = min(max(reached, second), end)
+        found.append((reached, value))
+    return found
+
+
+def clipped(lanes: Mapping[str, Iterable[Segment]], end: float) -> dict[str, list[Segment]]:
+    """Return what lanes did from 0 to `end`, each in order of beginnings."""
+    return {
+        lane: sorted((max(0.0, a), min(b, end), label) for a, b, label in segments if a < end and b > 0)
+        for lane, segments in lanes.items()
+    }
 
 
 def _known(names: Any, known: tuple[str, ...], what: str) -> None:
