@@ -86,15 +86,21 @@ class Clock:
         self.busy: dict[str, float] = {"compute": 0.0}
         self.exposed: dict[str, float] = {}
         self.segments: dict[str, list[Segment]] = {}
+        self._cut: dict[str, int] = {}  # segments of each lane that are not drawn on
+
+    def cut(self) -> dict[str, int]:
+        """Draw what is over from now on as segments of its own; how many each lane has so far."""
+        self._cut = {lane: len(segments) for lane, segments in self.segments.items()}
+        return self._cut
 
     def issue(self) -> None:
-        """The host issues an operator."""
+        """The host issues an operator; where it waits for each, compute does nothing else meanwhile."""
         if self._speeds.synchronous:
-            self.run(self._speeds.host_seconds, "host")
+            self.run(self._speeds.host_seconds)
         else:
             self._host += self._speeds.host_seconds
 
-    def run(self, seconds: float, label: str) -> None:
+    def run(self, seconds: float, label: str = "") -> None:
         """Compute works for so many seconds, or longer where queues slow it down."""
         begin = max(self.compute, self._host)
         self._simulate(begin)
@@ -181,7 +187,8 @@ class Clock:
         if not self._drawn or end - begin <= _RESOLUTION:
             return
         segments = self.segments.setdefault(lane, [])
-        if segments and segments[-1][2] == label and begin - segments[-1][1] <= _RESOLUTION:
+        is_open = len(segments) > self._cut.get(lane, 0)
+        if is_open and segments[-1][2] == label and abs(begin - segments[-1][1]) <= _RESOLUTION:
             segments[-1] = (segments[-1][0], end, label)
         else:
             segments.append((begin, end, label))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class Tally:
         peak: most since it was last set back.
         parts: what is held, by what it is, as far as anybody has said.
         at_peak: the same, when the peak was reached.
+        changed: called with what is held after each change; None for nobody.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class Tally:
         self.peak = 0
         self.parts: Counter[str] = Counter()
         self.at_peak: Counter[str] = Counter()
+        self.changed: Callable[[int], None] | None = None
 
     def put(self, part: str, nbytes: int) -> None:
         """Count bytes in, or out where negative."""
@@ -49,6 +51,8 @@ class Tally:
         if self.held > self.peak:
             self.peak = self.held
             self.at_peak = self.parts.copy()
+        if self.changed is not None:
+            self.changed(self.held)
 
 
 class DeviceMemory(Tally):

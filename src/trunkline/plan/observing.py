@@ -27,7 +27,6 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         flops: of all operators so far.
         operators: that the host has issued so far.
-        label: what is drawn on the line of compute.
     """
 
     def __init__(self, costs: Costs | None, clock: Clock, memory: DeviceMemory) -> None:
@@ -36,7 +35,6 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forms = Forms()
         self.flops = 0
         self.operators = 0
-        self.label = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchDispatchMode`."""
@@ -51,7 +49,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             cost = self._costs.of_operator(func, args, kwargs, out)
             if cost.seconds:
                 self.flops += cost.flops
-                self._clock.run(cost.seconds, self.label)
+                self._clock.run(cost.seconds)
         return out
 
     def _issue(self) -> None:
@@ -63,7 +61,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._issue()
             cost = self._costs.of_attention(call)
             self.flops += cost.flops
-            self._clock.run(cost.seconds, self.label)
+            self._clock.run(cost.seconds)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -222,11 +223,8 @@ class Rehearsing:
         return tiers_for(self._device, self._config, virtual=True, clock=clock)
 
     def _progress(self, progress: Progress) -> None:
-        self._observed.label = progress.part if progress.layer < 0 else f"{progress.part} {progress.layer}"
-        if self._recorder is not None:
-            if progress.part == "backward" and progress.layer < 0:
-                self._recorder.enter(None)
-            self._recorder.sample()
+        if self._recorder is not None and progress.part == "backward" and progress.layer < 0:
+            self._recorder.enter(None)
 
     def _note(self, tier: str, kind: str, nbytes: int) -> None:
         part = _PARTS.get(kind, kind)
@@ -340,6 +338,9 @@ def _order(segments: Sequence[Segment], units: Sequence[range], stands: dict[int
         first, last = (around[0], around[-1]) if around else (len(own), len(own))
         found += own[:first]
         order = range(len(units)) if phase == "forward" else reversed(range(len(units)))
-        found += [segment for i in order for segment in of_unit.get(stands[i], [])]
+        for i in order:
+            # As those of the layers that they stand for.
+            ahead = units[i].start - units[stands[i]].start
+            found += [replace(own, layer=(own.layer or 0) + ahead) for own in of_unit.get(stands[i], [])]
         found += own[last + 1 :]
     return found

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from trunkline.lanes.clock import Clock
 from trunkline.lanes.clock import Segment as Drawn
 from trunkline.plan.memory import Tally
+from trunkline.timeline import thinned
+
+MOST_POINTS = 2_000  # of the memory of one tier through one segment
 
 Numbers = dict[str, float]
 
@@ -57,6 +61,11 @@ class Segment:
         """How long it took."""
         return self.numbers["seconds"]
 
+    @property
+    def label(self) -> str:
+        """What is drawn on the line of compute."""
+        return self.phase if self.layer is None else f"{self.phase} {self.layer}"
+
 
 class Recorder:
     """Cuts a rehearsal into segments: a new one begins with every phase and with every layer.
@@ -81,11 +90,14 @@ class Recorder:
         *,
         drawn: bool,
     ) -> None:
-        self._clock, self._engine, self._whole, self._numbers, self._drawn = clock, engine, whole, numbers, drawn
+        self._clock, self._engine, self._whole, self._numbers = clock, engine, whole, numbers
         self.segments: list[Segment] = []
         self._phase = "embed"
         self._layer: int | None = None
         self._open()
+        if drawn:
+            for tier, tally in whole.items():
+                tally.changed = partial(self._changed, tier)
 
     def enter(self, layer: int | None) -> None:
         """A layer begins."""
@@ -105,13 +117,11 @@ class Recorder:
     def finish(self) -> None:
         """The step is over."""
         self._close()
+        for tally in self._whole.values():
+            tally.changed = None
 
-    def sample(self) -> None:
-        """Take note of what is held now."""
-        if self._drawn:
-            now = self._clock.compute - self._begin
-            for tier, tally in self._whole.items():
-                self._series[tier].append((now, tally.held - self._at_start[tier][0]))
+    def _changed(self, tier: str, held: int) -> None:
+        self._series[tier].append((self._clock.compute - self._begin, held - self._at_start[tier][0]))
 
     def _open(self) -> None:
         self._begin = self._clock.compute
@@ -119,12 +129,11 @@ class Recorder:
         self._engine_before = {tier: held for tier, (held, _) in self._engine().items()}
         self._at_start = {tier: (tally.held, tally.parts.copy()) for tier, tally in self._whole.items()}
         self._series: dict[str, list[tuple[float, int]]] = {tier: [] for tier in self._whole}
-        self._marks = {lane: len(drawn) for lane, drawn in self._clock.segments.items()}
+        self._marks = self._clock.cut()
         for tally in self._whole.values():
             tally.begin()
 
     def _close(self) -> None:
-        self.sample()
         after = self._numbers()
         numbers = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         engine = {
@@ -136,7 +145,7 @@ class Recorder:
             held, parts = self._at_start[tier]
             whole[tier] = Held(
                 tally.peak - held, tally.held - held, _minus(tally.at_peak, parts), _minus(tally.parts, parts),
-                self._series[tier],
+                thinned(self._series[tier], numbers["seconds"], MOST_POINTS),
             )  # fmt: skip
         lanes = {
             lane: [(a - self._begin, b - self._begin, label) for a, b, label in drawn[self._marks.get(lane, 0) :]]
@@ -195,7 +204,8 @@ def compose(segments: Iterable[Segment], start: Mapping[str, Counter[str]]) -> C
             whole[tier] += own.net
             parts[tier] = _plus(parts[tier], own.net_parts)
         for lane, drawn in segment.lanes.items():
-            course.lanes.setdefault(lane, []).extend((now + a, now + b, label) for a, b, label in drawn)
+            label = segment.label if lane == "compute" else None
+            course.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in drawn)
         end = now + segment.seconds
         if course.phases and course.phases[-1][0] == segment.phase:
             course.phases[-1] = (segment.phase, course.phases[-1][1], end)
