@@ -44,6 +44,31 @@ class Traffic:
 
 
 @dataclass(slots=True)
+class Record:
+    """When lanes moved what, and when compute waited for them; kept by lanes that are asked to.
+
+    Attributes:
+        begin: second of `time.perf_counter` from which all is counted.
+        event: recorded on the device at the same moment, where lanes measure by events; None elsewhere.
+        moves: of each lane, (begin, end, tier).
+        waits: of compute, (begin, end, lane).
+    """
+
+    begin: float
+    event: Any = None
+    moves: dict[LaneName, list[tuple[float, float, str]]] = field(default_factory=lambda: {name: [] for name in LANES})
+    waits: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def move(self, lane: LaneName, begin: float, end: float, tier: str) -> None:
+        """Add a move, in seconds of `time.perf_counter`."""
+        self.moves[lane].append((begin - self.begin, end - self.begin, tier))
+
+    def wait(self, lane: LaneName, begin: float, end: float) -> None:
+        """Add a wait, in seconds of `time.perf_counter`."""
+        self.waits.append((begin - self.begin, end - self.begin, lane))
+
+
+@dataclass(slots=True)
 class Move:
     """A tensor on its way.
 
@@ -63,7 +88,13 @@ class Move:
 
 
 class Lanes(Protocol):
-    """A backend."""
+    """A backend.
+
+    Attributes:
+        record: what each lane does when is written there; None for nowhere.
+    """
+
+    record: Record | None
 
     @property
     def traffic(self) -> dict[LaneName, Traffic]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from trunkline.lanes import LANES, LaneName, Move, Traffic, flat_bytes, succeed
+from trunkline.lanes import LANES, LaneName, Move, Record, Traffic, flat_bytes, succeed
 from trunkline.tiers.storage import Block, HostSlab
 
 _PIECES = 8  # of staging memory for each lane: what one chunk stashes, and what is fetched for one
@@ -71,7 +71,9 @@ class CudaLanes:
         self._workers = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"trunkline-{lane}") for lane in LANES}
         self._staging = {lane: _Staging(0, device) for lane in LANES}
         self._traffic: dict[LaneName, Traffic] = {lane: Traffic() for lane in LANES}
-        self._marks: deque[tuple[LaneName, str, Event, Event]] = deque()
+        # What is measured (`busy` or `exposed`), and the tier that it is drawn with.
+        self._marks: deque[tuple[LaneName, str, str, Event, Event]] = deque()
+        self.record: Record | None = None
 
     @property
     def traffic(self) -> dict[LaneName, Traffic]:
@@ -91,20 +93,23 @@ class CudaLanes:
         self._traffic["stash"].moved += x.nbytes
         self._streams["stash"].wait_stream(self._compute)
         if isinstance(block.storage, HostSlab):
-            copied = self._copy("stash", flat_bytes(x), block.storage.bytes_of(block, x.nbytes))
+            copied = self._copy("stash", flat_bytes(x), block.storage.bytes_of(block, x.nbytes), "host")
             return Move("stash", x, block, x.nbytes, _Handle(copied))
         staging, nbytes = self._staging["stash"], x.nbytes
         start = time.perf_counter()
         offset = staging.take()
-        self._traffic["stash"].exposed += time.perf_counter() - start
-        copied = self._copy("stash", flat_bytes(x), staging.piece(offset, nbytes))
+        end = time.perf_counter()
+        self._traffic["stash"].exposed += end - start
+        if self.record is not None:
+            self.record.wait("stash", start, end)
+        copied = self._copy("stash", flat_bytes(x), staging.piece(offset, nbytes), "disk")
 
         def write() -> None:
             try:
                 copied.synchronize()
                 start = time.perf_counter()
                 block.storage.write(block, staging.piece(offset, nbytes))
-                self._traffic["stash"].busy += time.perf_counter() - start
+                self._worked("stash", start)
             finally:
                 staging.give(offset)
 
@@ -117,7 +122,7 @@ class CudaLanes:
         if isinstance(block.storage, HostSlab):
             stream.wait_stream(self._compute)
             stream.wait_event(after.handle.copied)
-            copied = self._copy("fetch", block.storage.bytes_of(block, into.nbytes), flat_bytes(into))
+            copied = self._copy("fetch", block.storage.bytes_of(block, into.nbytes), flat_bytes(into), "host")
             return Move("fetch", into, block, into.nbytes, _Handle(copied))
         staging, nbytes = self._staging["fetch"], into.nbytes
         ready, handle = self._compute.record_event(), _Handle()
@@ -129,10 +134,10 @@ class CudaLanes:
                 start = time.perf_counter()
                 piece = staging.piece(offset, nbytes)
                 block.storage.read(block, piece)
-                self._traffic["fetch"].busy += time.perf_counter() - start
+                self._worked("fetch", start)
                 stream.wait_event(ready)
                 with torch.inference_mode(into.is_inference()):
-                    handle.copied = self._copy("fetch", piece, flat_bytes(into))
+                    handle.copied = self._copy("fetch", piece, flat_bytes(into), "disk")
                 handle.copied.synchronize()
             finally:
                 staging.give(offset)
@@ -148,7 +153,7 @@ class CudaLanes:
             succeed(move.handle.file)
         self._compute.wait_event(move.handle.copied)
         end.record(self._compute)
-        self._marks.append((move.lane, "exposed", begin, end))
+        self._marks.append((move.lane, "exposed", "", begin, end))
         if len(self._marks) > _MARKS:
             self._read_marks()
         move.tensor = None
@@ -164,19 +169,32 @@ class CudaLanes:
     def _compute(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
-    def _copy(self, lane: LaneName, source: Tensor, target: Tensor) -> Event:
+    def _worked(self, lane: LaneName, start: float) -> None:
+        """A lane's thread has read or written a file since then."""
+        end = time.perf_counter()
+        self._traffic[lane].busy += end - start
+        if self.record is not None:
+            self.record.move(lane, start, end, "disk")
+
+    def _copy(self, lane: LaneName, source: Tensor, target: Tensor, tier: str) -> Event:
         begin, end = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         stream = self._streams[lane]
         with torch.cuda.stream(stream):
             begin.record(stream)
             target.copy_(source, non_blocking=True)
             end.record(stream)
-        self._marks.append((lane, "busy", begin, end))
+        self._marks.append((lane, "busy", tier, begin, end))
         return end
 
     def _read_marks(self) -> None:
         """Add up what is over, in the order in which it was begun."""
-        while self._marks and self._marks[0][3].query():  # type: ignore[no-untyped-call]
-            lane, what, begin, end = self._marks.popleft()
-            traffic = self._traffic[lane]
-            setattr(traffic, what, getattr(traffic, what) + begin.elapsed_time(end) / 1e3)
+        while self._marks and self._marks[0][4].query():  # type: ignore[no-untyped-call]
+            lane, what, tier, begin, end = self._marks.popleft()
+            traffic, seconds = self._traffic[lane], begin.elapsed_time(end) / 1e3
+            setattr(traffic, what, getattr(traffic, what) + seconds)
+            if self.record is not None:
+                at = self.record.event.elapsed_time(begin) / 1e3
+                if what == "busy":
+                    self.record.moves[lane].append((at, at + seconds, tier))
+                else:
+                    self.record.waits.append((at, at + seconds, lane))

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from trunkline.lanes import LANES, LaneName, Move, Traffic, flat_bytes, succeed
+from trunkline.lanes import LANES, LaneName, Move, Record, Traffic, flat_bytes, succeed
 from trunkline.tiers.storage import Block
 
 
@@ -16,6 +16,7 @@ class ThreadLanes:
 
     def __init__(self) -> None:
         self.traffic: dict[LaneName, Traffic] = {lane: Traffic() for lane in LANES}
+        self.record: Record | None = None
         self._workers = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"trunkline-{lane}") for lane in LANES}
 
     def prepare(self, nbytes: int) -> None:
@@ -37,13 +38,19 @@ class ThreadLanes:
         (block.storage.write if lane == "stash" else block.storage.read)(block, flat_bytes(x))
         traffic = self.traffic[lane]
         traffic.moved += x.nbytes
-        traffic.busy += time.perf_counter() - start
+        end = time.perf_counter()
+        traffic.busy += end - start
+        if self.record is not None:
+            self.record.move(lane, start, end, block.tier)
 
     def finish(self, move: Move) -> None:
         """See `Lanes.finish`."""
         start = time.perf_counter()
         succeed(move.handle)
-        self.traffic[move.lane].exposed += time.perf_counter() - start
+        end = time.perf_counter()
+        self.traffic[move.lane].exposed += end - start
+        if self.record is not None:
+            self.record.wait(move.lane, start, end)
         move.tensor = move.handle = None  # a sequence keeps the move of every chunk
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trunkline.lanes import LANES, LaneName, Move, Traffic
+from trunkline.lanes import LANES, LaneName, Move, Record, Traffic
 from trunkline.lanes.clock import Clock, Job
 from trunkline.tiers.storage import Block
 
@@ -37,6 +37,7 @@ class VirtualLanes:
 
     def __init__(self, clock: Clock | None = None, *, linked: bool = True) -> None:
         self._traffic: dict[LaneName, Traffic] = {lane: Traffic() for lane in LANES}
+        self.record: Record | None = None  # never written: the clock draws
         self._clock = clock
         self._linked = linked
 
