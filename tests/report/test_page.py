@@ -163,3 +163,10 @@ def test_small_holders_are_put_together(make):
     assert shares[-1].name == "other"
     assert sum(share.nbytes for share in shares) == sum(held.values())
     assert len({share.colour for share in shares}) == 8
+
+
+@pytest.mark.parametrize(("times", "shown"), [(4, True), (5, False)])
+def test_free_room_is_drawn_where_it_leaves_the_rest_visible(make, times, shown):
+    held = {"device": {"parameters": 60 * make["gib"]}}
+    step = make["timeline"](capacity={"device": times * 60 * make["gib"]}, holders=held)
+    assert [share.name for share in shares_of(step, "device")] == ["parameters", *(["free"] if shown else [])]

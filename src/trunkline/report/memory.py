@@ -13,12 +13,13 @@ from trunkline.report.words import bytes_text
 from trunkline.timeline import Timeline
 
 MOST_HOLDERS = 8
+FAR = 4  # a capacity of more than so many peaks would make all else too small to see
 
 
 def highest(timelines: Sequence[Timeline], tier: str) -> int:
     """Return the most bytes that a chart of a tier must show: its peaks, and its capacity unless that is far away."""
     peak = max(timeline.peak(tier) or 0 for timeline in timelines)
-    near = [c for timeline in timelines if (c := timeline.capacity.get(tier)) is not None and c <= 4 * peak]
+    near = [c for timeline in timelines if (c := timeline.capacity.get(tier)) is not None and c <= FAR * peak]
     return max([peak, *near])
 
 
@@ -95,7 +96,7 @@ class Share:
 
 
 def shares_of(timeline: Timeline, tier: str) -> list[Share]:
-    """Return what holds a tier's peak, the largest first, then what is not told apart, then what is free.
+    """Return what holds a tier's peak: the largest first, what is not told apart, and what is free where it is near.
 
     Args:
         timeline: one step.
@@ -111,7 +112,7 @@ def shares_of(timeline: Timeline, tier: str) -> list[Share]:
     if other and shares:
         shares.append(Share("other", other, MOST_HOLDERS - 1))
     capacity = timeline.capacity.get(tier)
-    if capacity is not None and capacity > held:
+    if capacity is not None and held < capacity <= FAR * held:
         free = capacity - max(held, timeline.peak(tier) or 0)
         shares += [Share("free", free, None)] if shares and free > 0 else []
     return shares
