@@ -21,6 +21,15 @@ from trunkline.config import StreamConfig
 from trunkline.tiers.placement import Advice, Placement, Request
 from trunkline.tiers.stores import Tiers
 
+# What kinds of stores hold, for people.
+WORDS = {
+    "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
+    "o": "attention outputs", "lse": "attention outputs", "do": "queries", "q": "queries",
+    "k": "keys and values", "v": "keys and values", "lk": "keys and values", "lv": "keys and values",
+    "kg": "keys and values", "vg": "keys and values", "dk": "gradients of keys and values",
+    "dv": "gradients of keys and values",
+}  # fmt: skip
+
 INNER = Names("kg", "vg", "-", "-")  # of the one group of heads that is resident at a time
 
 

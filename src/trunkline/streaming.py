@@ -175,18 +175,32 @@ def unstream(model: M) -> M:
     return model
 
 
+def tiers_of(model: nn.Module) -> Tiers:
+    """The tiers of a streamed model on the device where it is now.
+
+    Raises:
+        ValueError: the model is not streamed.
+    """
+    return _streamed(model).tiers
+
+
 def read_meters(model: nn.Module) -> Meters:
     """What the stores of a streamed model held in each tier, and moved over each lane, since this was last asked.
 
     Raises:
         ValueError: the model is not streamed.
     """
+    forward = _streamed(model)
+    found = forward.tiers.read_meters()
+    return found if forward.ranks.traffic is None else found.with_lane("comm", forward.ranks.traffic)
+
+
+def _streamed(model: nn.Module) -> StreamedForward:
     base = base_model(model)
     forward = _streamed_forward(base)
     if forward is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to read.")
-    found = forward.tiers.read_meters()
-    return found if forward.ranks.traffic is None else found.with_lane("comm", forward.ranks.traffic)
+    return forward
 
 
 def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:

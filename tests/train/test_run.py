@@ -90,7 +90,12 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, corpus):
     result = train(recipe, display)
     assert result.output == tmp_path / "out/run"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run"]
-    assert sorted(path.name for path in result.output.iterdir()) == ["metrics.jsonl", "model", "recipe.yaml"]
+    assert sorted(path.name for path in result.output.iterdir()) == [
+        "metrics.jsonl",
+        "model",
+        "recipe.yaml",
+        "timeline.json",
+    ]
     names = {path.name for path in (result.output / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     assert load_recipe(result.output / "recipe.yaml") == recipe
@@ -312,7 +317,7 @@ def test_an_existing_folder_is_replaced_only_when_asked_and_only_a_run(tmp_path,
     empty = tmp_path / "empty"
     empty.mkdir()
     assert train(make(tmp_path, corpus, output=str(empty), steps=1), Recorder()).output == empty
-    assert sorted(path.name for path in empty.iterdir()) == ["metrics.jsonl", "model", "recipe.yaml"]
+    assert sorted(path.name for path in empty.iterdir()) == ["metrics.jsonl", "model", "recipe.yaml", "timeline.json"]
 
 
 def test_uncountable_models_train_without_flops(tmp_path, corpus, monkeypatch):

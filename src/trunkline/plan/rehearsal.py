@@ -22,6 +22,7 @@ from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import Progress, StreamConfig
 from trunkline.decoder import Batch
 from trunkline.flops import UncountedModuleError, model_flops
+from trunkline.keeping import WORDS
 from trunkline.lanes import LANES
 from trunkline.lanes.clock import Clock
 from trunkline.parallel.mesh import Degrees, heads_of
@@ -227,7 +228,7 @@ class Rehearsing:
             self._recorder.enter(None)
 
     def _note(self, tier: str, kind: str, nbytes: int) -> None:
-        part = _PARTS.get(kind, kind)
+        part = WORDS.get(kind, kind)
         if tier == "device":
             self._memory.store(part, nbytes)
         else:
@@ -299,13 +300,6 @@ class Rehearsing:
 
 
 BEYOND_STORES = "device, beyond stores"
-_PARTS = {
-    "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
-    "o": "attention outputs", "lse": "attention outputs", "do": "queries", "q": "queries",
-    "k": "keys and values", "v": "keys and values", "lk": "keys and values", "lv": "keys and values",
-    "kg": "keys and values", "vg": "keys and values", "dk": "gradients of keys and values",
-    "dv": "gradients of keys and values",
-}  # fmt: skip
 
 
 def _loaded(hardware: Hardware | str | None) -> Hardware | None:
@@ -341,6 +335,6 @@ def _order(segments: Sequence[Segment], units: Sequence[range], stands: dict[int
         for i in order:
             # As those of the layers that they stand for.
             ahead = units[i].start - units[stands[i]].start
-            found += [replace(own, layer=(own.layer or 0) + ahead) for own in of_unit.get(stands[i], [])]
+            found += [replace(each, layer=(each.layer or 0) + ahead) for each in of_unit.get(stands[i], [])]
         found += own[last + 1 :]
     return found

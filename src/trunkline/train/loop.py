@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from trunkline.data import SampleOrder, Samples
 from trunkline.parallel.sharding import no_sync
 from trunkline.streaming import read_meters
 from trunkline.tiers.meters import Meters
+from trunkline.timeline import Timeline
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display
 from trunkline.train.estimate import SweepPosition
@@ -22,6 +23,7 @@ from trunkline.train.job import Job
 from trunkline.train.metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import Recipe
+from trunkline.train.recording import StepRecorder
 
 
 class TrainingDivergedError(RuntimeError):
@@ -29,20 +31,24 @@ class TrainingDivergedError(RuntimeError):
 
 
 class Monitor:
-    """Receives the engine's progress: turns the clock and tells the display.
+    """Receives the engine's progress: turns the clock, and tells the display and the recorder.
 
     Args:
         clock: The step's clock.
         display: The display.
+        recorder: Records a step; None for none.
     """
 
-    def __init__(self, clock: PartClock, display: Display) -> None:
+    def __init__(self, clock: PartClock, display: Display, recorder: StepRecorder | None = None) -> None:
         self._clock = clock
         self._display = display
+        self._recorder = recorder
 
     def __call__(self, position: SweepPosition) -> None:
         """Take note of the chunk whose work begins."""
         self._clock.enter(position.part)
+        if self._recorder is not None:
+            self._recorder.progress(position)
         self._display.progress(position)
 
 
@@ -61,6 +67,8 @@ class Trainer:
         flops_per_sample: Model FLOPs of one sample, None if unknown.
         job: The processes of the run.
         read_meters: Reads what the model's stores held and moved.
+        recorder: Records one of the steps; None for none.
+        timeline: What it recorded, once that step is over.
     """
 
     recipe: Recipe
@@ -73,6 +81,8 @@ class Trainer:
     flops_per_sample: int | None
     job: Job
     read_meters: Callable[[nn.Module], Meters] = read_meters
+    recorder: StepRecorder | None = None
+    timeline: Timeline | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._order = SampleOrder(len(self.samples), self.recipe.seed)
@@ -89,9 +99,17 @@ class Trainer:
         Raises:
             TrainingDivergedError: The loss or the gradient norm is not finite. Nothing was updated.
         """
-        recipe = self.recipe
         start_peak(self.device)
         self.clock.enter("data")
+        if self.recorder is None or self.recorder.step != index:
+            return self._step(index)
+        with self.recorder.watching(self.optimizer):
+            metrics = self._step(index)
+        self.timeline = self.recorder.timeline(metrics)
+        return metrics
+
+    def _step(self, index: int) -> StepMetrics:
+        recipe = self.recipe
         micro_batches = self._micro_batches(index)
         # Normalised by the tokens of the whole step, so that the split into micro-batches changes nothing.
         num_items = sum(int((labels_BS[:, 1:] != -100).sum()) for labels_BS in micro_batches)
@@ -113,6 +131,8 @@ class Trainer:
         self._require_finite(grad_norm, "gradient norm", index)
         rate = learning_rate(index, steps=recipe.steps, settings=recipe.optimizer)
         self.optimizer.step(lr=rate, scale=clip_scale(grad_norm, recipe.clip))
+        if self.recorder is not None:
+            self.recorder.stop()
         seconds = self.clock.stop()
         return self._record(index, loss, grad_norm, rate, seconds)
 
@@ -145,11 +165,16 @@ class Trainer:
             tokens_per_second=recipe.tokens_per_step / total,
             model_flops=flops,
             flops_per_second=None if flops is None else flops / total,
-            peak_memory_bytes=peak_memory_bytes(self.device),
+            peak_memory_bytes=self._peak_memory_bytes(),
             seconds=seconds,
             tiers={str(tier): peak for tier, peak in meters.peaks.items()},
             lanes={lane: lane_record(traffic) for lane, traffic in meters.lanes.items()},
         )
+
+    def _peak_memory_bytes(self) -> int:
+        peak = peak_memory_bytes(self.device)
+        # A recorder sets the allocator's peak back again and again.
+        return max(peak, self.recorder.device_peak) if self.recorder is not None and self.recorder.is_active else peak
 
     def _require_finite(self, value: float, what: str, index: int) -> None:
         if not math.isfinite(value):

@@ -16,11 +16,12 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from trunkline.timeline import Timeline
 from trunkline.train.metrics import MetricsFile, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
 
-MODEL, RECIPE, METRICS, LOGS = "model", "recipe.yaml", "metrics.jsonl", "logs"
+MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
 
 
 class OutputFolder:
@@ -59,6 +60,10 @@ class OutputFolder:
         """Append one step to `metrics.jsonl`."""
         self._metrics.write(metrics)
         self.num_steps += 1
+
+    def write_timeline(self, timeline: Timeline) -> None:
+        """Write one step over time."""
+        (self.partial / TIMELINE).write_text(timeline.to_json(), encoding="utf-8")
 
     def finish(self, model: nn.Module, tokenizer: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model, tokenizer and resolved recipe, and put the folder in place.

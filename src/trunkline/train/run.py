@@ -24,6 +24,7 @@ from trunkline.train.models import build_config, build_model, resolve_device, to
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.output import LOGS, OutputFolder
 from trunkline.train.recipe import Recipe
+from trunkline.train.recording import StepRecorder
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,14 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
     model, flops, attention_share = _model(recipe, config, device, job, display)
     clock = PartClock(device)
-    trunkline.stream(model, **recipe.stream_settings, mesh=job.mesh, progress=Monitor(clock, display))
-    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, job)
+    recorder = None
+    if job.is_main:
+        # The second step, since much is made and loaded in the first.
+        recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1), title=_title(recipe, device, job),
+                                devices=job.world_size)  # fmt: skip
+    trunkline.stream(model, **recipe.stream_settings, mesh=job.mesh, progress=Monitor(clock, display, recorder))
+    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, job,
+                      recorder=recorder)  # fmt: skip
     info = RunInfo(
         headline=_headline(recipe, model, device, samples.report, job),
         steps=recipe.steps,
@@ -96,6 +103,8 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
                 metrics = trainer.step(index)
                 if output is not None:
                     output.write(metrics)
+                    if recorder is not None and recorder.step == index and trainer.timeline is not None:
+                        output.write_timeline(trainer.timeline)
                 display.step(metrics)
                 steps.append(metrics)
                 job.expect(max(step.total_seconds for step in steps))
@@ -159,6 +168,15 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
         f"keep [{', '.join(recipe.keep)}], {samples}{accumulation} a step, {recipe.steps} steps",
         f"data: {cut}",
     ]
+
+
+def _title(recipe: Recipe, device: torch.device, job: Job) -> str:
+    """What a step of the run is, in a line."""
+    name = recipe.model.preset or Path(recipe.model.path or "").name
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    chunk = trunkline.StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
+    count = f"{job.world_size} x " if job.world_size > 1 else ""
+    return f"{name}, {recipe.context:,} tokens in chunks of {chunk:,}, {count}{place}"
 
 
 def _count_text(count: int) -> str:
