@@ -31,10 +31,10 @@ from rich.table import Table
 
 import trunkline
 from trunkline.parallel.mesh import Degrees
-from trunkline.plan import tuning
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.sharding import Spread
+from trunkline.plan.survey import Survey
 
 _MIB = 2**20
 
@@ -92,12 +92,10 @@ def serve(what: str, **task: Any) -> Any:
     """A task of a rank."""
     mesh = _mesh()
     if what == "tune":
-        figures: dict[str, Any] = {}
-        for each in tuning.tasks(torch.device("cpu"), Path(task["disk"]), (64,)):
-            if mesh is not None:
-                torch.distributed.barrier()
-            figures.update(each.run())
-        return tuning.profile(figures, torch.device("cpu"), tuning.title_of(torch.device("cpu")))
+        survey = Survey(torch.device("cpu"), Path(task["disk"]), (64,))
+        for each in survey.tasks:
+            survey.run(each)
+        return survey.profile()
     setup, setting = Setup(**task["setup"]), Setting(**task["setting"])
     name = setting.name
     if name not in _models:

@@ -94,7 +94,7 @@ class Costs:
         if not nbytes:
             return FREE
         rate = self._hardware.memory_rate("copy" if kind == "rows" else kind, nbytes)
-        return Cost(self._hardware.kernel_seconds + nbytes / rate)
+        return Cost(max(self._hardware.kernel_seconds, nbytes / rate))
 
     def of_attention(self, call: Attended) -> Cost:
         """Of a call of an attention kernel.
@@ -110,7 +110,7 @@ class Costs:
         rate = self._hardware.attention_rate(
             call.direction, call.dtype, max(call.head_dim, call.value_dim), call.queries, call.keys, causal=call.causal
         )
-        return Cost(self._hardware.kernel_seconds + done / rate, flops)
+        return Cost(max(self._hardware.kernel_seconds, done / rate), flops)
 
     def _by_products(self, call: Attended) -> float:
         """Seconds of attention by plain matrix products, all of the rectangle computed, scores in fp32."""
@@ -129,7 +129,7 @@ class Costs:
         seconds = max(
             flops / self._hardware.matmul_rate(dtype, m, n, k), nbytes / self._hardware.memory_rate("copy", nbytes)
         )
-        return Cost(self._hardware.kernel_seconds + seconds, flops)
+        return Cost(max(self._hardware.kernel_seconds, seconds), flops)
 
 
 def kind_of(func: Any) -> Kind:

@@ -1,6 +1,6 @@
 """How fast this machine is: one function for each kind of work, timed until the clock can be trusted.
 
-Every figure is the median of several repetitions, since other programs run, too.
+Every figure is the best of several repetitions: whatever else the machine does only adds to a time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from trunkline.attention.kernels import Kernel
 from trunkline.tiers.storage import Block, ScratchFile
 
-_LEAST_SECONDS = 0.05  # of a figure's repetitions together
-_REPETITIONS = 3
+_LEAST_SECONDS = 0.06  # of a figure's repetitions together
+_REPETITIONS = 6
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of a piece of work: the median of some repetitions, each of as many calls as a clock can tell."""
+    """Seconds of a piece of work: the least of some repetitions, each of as many calls as a clock can tell."""
     work()
     start = _now(device)
     work()
@@ -36,7 +36,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
         for _ in range(calls):
             work()
         found.append((_now(device) - start) / calls)
-    return statistics.median(found)
+    return min(found)
 
 
 def _now(device: torch.device) -> float:
