@@ -212,7 +212,7 @@ def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
     assert process.returncode == 130
     assert re.fullmatch(r"Interrupted; no model was written\. The metrics of the \d+ steps so far are in '.*'\.\n", err)
     (partial,) = tmp_path.glob("run.partial-*")
-    assert {path.name for path in partial.iterdir()} - {"timeline.json"} == {"metrics.jsonl"}
+    assert {path.name for path in partial.iterdir()} - {"timeline.json"} == {"metrics.jsonl", "plan.json"}
     assert not (tmp_path / "run").exists()
 
 

@@ -93,6 +93,7 @@ def test_a_run_writes_a_folder_that_loads(tmp_path, corpus):
     assert sorted(path.name for path in result.output.iterdir()) == [
         "metrics.jsonl",
         "model",
+        "plan.json",
         "recipe.yaml",
         "timeline.json",
     ]
@@ -317,7 +318,9 @@ def test_an_existing_folder_is_replaced_only_when_asked_and_only_a_run(tmp_path,
     empty = tmp_path / "empty"
     empty.mkdir()
     assert train(make(tmp_path, corpus, output=str(empty), steps=1), Recorder()).output == empty
-    assert sorted(path.name for path in empty.iterdir()) == ["metrics.jsonl", "model", "recipe.yaml", "timeline.json"]
+    assert sorted(path.name for path in empty.iterdir()) == [
+        "metrics.jsonl", "model", "plan.json", "recipe.yaml", "timeline.json",
+    ]  # fmt: skip
 
 
 def test_uncountable_models_train_without_flops(tmp_path, corpus, monkeypatch):

@@ -66,6 +66,7 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         f"Wrote {folder}/",
         "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
         f"  metrics.jsonl  {len(steps)} lines: loss, gradient norm, speed, FLOPs, memory, seconds of each part",
+        "  plan.json      what was expected of a step",
         "  timeline.json  one step over time, memory and lanes: "
         f"`{_program('trunkline')} report {shlex.quote(folder)}` draws it",
         "  recipe.yaml    every setting of this run, defaults filled in",

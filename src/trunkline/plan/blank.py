@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from trunkline import support
 from trunkline.attention.visibility import Reach
 from trunkline.huggingface import HuggingFaceDecoder
+from trunkline.structure import Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,17 @@ class Blank:
         """
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
         blank = _without_contents(base)
+        for config in (blank.config, blank.config.get_text_config()):
+            config.pad_token_id = None  # some models look for it among ids that have no contents
         decoder = HuggingFaceDecoder(blank)
-        support.verify(decoder)
-        return Blank(blank, decoder, support.reaches(decoder), model.device)
+        try:
+            support.verify(decoder)
+            reaches = support.reaches(decoder)
+        except (TypeError, RuntimeError, AttributeError) as error:
+            raise Unsupported(
+                f"{type(base).__name__} does not run on tensors without contents ({error}), so it cannot be rehearsed."
+            ) from error
+        return Blank(blank, decoder, reaches, model.device)
 
 
 def _without_contents(model: PreTrainedModel) -> PreTrainedModel:

@@ -22,7 +22,7 @@ class Plan:
 
     Attributes:
         hardware: what it was predicted for.
-        seconds: of a step.
+        seconds: of a step; None where nobody knew how fast the hardware is.
         tokens_per_second: over all devices.
         mfu: share of the peak, recomputation not counted.
         mfu_recompute_counted: with it.
@@ -32,7 +32,7 @@ class Plan:
     """
 
     hardware: str
-    seconds: float
+    seconds: float | None
     tokens_per_second: float | None
     mfu: float | None
     mfu_recompute_counted: float | None
@@ -61,7 +61,7 @@ class Plan:
         exposed = checked.mapping(record.get("exposed"), "exposed")
         return cls(
             hardware=checked.text(record.get("hardware", ""), "hardware"),
-            seconds=checked.amount(checked.member(record, "seconds"), "seconds"),
+            seconds=optional("seconds"),
             tokens_per_second=optional("tokens_per_second"),
             mfu=optional("mfu"),
             mfu_recompute_counted=optional("mfu_recompute_counted"),

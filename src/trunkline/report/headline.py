@@ -39,7 +39,8 @@ def headline(run: Run) -> list[Figure]:
     elif run.history:
         figures = _of_history(run)
     else:
-        figures = [Figure("Step time", seconds_text(run.plan.seconds), "as planned")] if run.plan else []
+        planned = None if run.plan is None else run.plan.seconds
+        figures = [] if planned is None else [Figure("Step time", seconds_text(planned), "as planned")]
     if run.history:
         first, last = run.history[0], run.history[-1]
         note = f"from {first.loss:.4f}, {len(run.history):,} steps" if len(run.history) > 1 else "one step"

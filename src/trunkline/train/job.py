@@ -78,6 +78,11 @@ class Job:
         """Processes of the run."""
         return 1 if self.mesh is None else self.mesh.size()
 
+    @property
+    def processes_here(self) -> int:
+        """Processes of the run on this machine."""
+        return 1 if self.mesh is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
     def over_replicas(self, value: float) -> float:
         """The sum over replicas of a number that all ranks of a replica have."""
         if self.mesh is None or self.degrees.dp == 1:

@@ -22,6 +22,7 @@ from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
+PLAN = "plan.json"
 
 
 class OutputFolder:
@@ -60,6 +61,10 @@ class OutputFolder:
         """Append one step to `metrics.jsonl`."""
         self._metrics.write(metrics)
         self.num_steps += 1
+
+    def write_plan(self, plan: str) -> None:
+        """Write what was expected of a step."""
+        (self.partial / PLAN).write_text(plan, encoding="utf-8")
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Write one step over time."""

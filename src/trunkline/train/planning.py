@@ -43,13 +43,13 @@ def task_of(recipe: Recipe) -> Task:
     degrees = None
     if parallel != ParallelSection():
         degrees = Degrees(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
-    return Task(recipe.context, recipe.batch_size, optimizer, fixed, degrees, _spread(recipe, degrees))
+    spread = None if degrees is None else spread_of(recipe)
+    return Task(recipe.context, recipe.batch_size, optimizer, fixed, degrees, spread)
 
 
-def _spread(recipe: Recipe, degrees: Degrees | None) -> Spread | None:
+def spread_of(recipe: Recipe) -> Spread:
+    """How the recipe's parameters are spread over its processes."""
     parallel = recipe.parallel
-    if degrees is None:
-        return None
     masters = recipe.optimizer.fp32_master and recipe.model.dtype != "float32"
     return Spread(parallel.zero, torch.float32 if masters else None, offload=parallel.offload)
 

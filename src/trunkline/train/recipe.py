@@ -159,6 +159,9 @@ class Recipe(_Section):
     steps: Count = Field(description="optimizer steps")
     optimizer: OptimizerSection = OptimizerSection()
     clip: Positive | None = Field(default=1.0, description="largest global gradient norm; null for no clipping")
+    preflight: bool = Field(
+        default=True, description="rehearse a step first: stop a run that does not fit, and choose chunk_size auto"
+    )
     seed: Whole = Field(default=0, description="seed of initial weights, dropout and sample order")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     output: str = Field(description="folder that is written at the end")

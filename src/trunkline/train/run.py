@@ -23,6 +23,7 @@ from trunkline.train.metrics import StepMetrics
 from trunkline.train.models import build_config, build_model, resolve_device, tokenizer_spec
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.output import LOGS, OutputFolder
+from trunkline.train.preflight import Preflight, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.recording import StepRecorder
 
@@ -74,6 +75,10 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
+    ready = preflight(recipe, config, job, device) if recipe.preflight else Preflight(recipe)
+    recipe = ready.recipe
+    if ready.note:
+        display.note(ready.note)
     model, flops, attention_share = _model(recipe, config, device, job, display)
     clock = PartClock(device)
     recorder = None
@@ -96,6 +101,8 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         folder = job.agree_on_folder(None if output is None else output.partial)
         if log is not None:
             log.open(folder / LOGS / f"rank-{job.rank}.log")
+        if output is not None and (plan := ready.record()) is not None:
+            output.write_plan(plan)
         torch.manual_seed(recipe.seed)
         display.begin(info)
         try:

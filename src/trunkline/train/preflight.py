@@ -1,0 +1,171 @@
+"""Before step 1: whether the run fits this machine, and which chunks to take where the recipe leaves that open."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trunkline.config import StreamConfig
+from trunkline.parallel import alarm
+from trunkline.plan.blank import Blank
+from trunkline.plan.free import free_bytes, profile_of, resident_bytes
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.results import Rehearsal
+from trunkline.plan.states import AdamW
+from trunkline.structure import Unsupported
+from trunkline.tiers.account import in_units
+from trunkline.train.job import Job
+from trunkline.train.planning import spread_of
+from trunkline.train.recipe import Recipe
+from trunkline.train.settings import RecipeError
+
+_USABLE = 0.96  # of what is free: an allocator cannot use every block
+_SMALLEST = 256  # tokens of a chunk that nobody asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What is known before a run.
+
+    Attributes:
+        recipe: with the size of chunks that was chosen.
+        rehearsal: of a step of it; None where it was not this process that rehearsed, or nothing could be.
+        hardware: of this machine; None where there is no profile of it.
+        before: bytes of the device tier that this process held when it rehearsed, by what they are.
+        note: for the user; empty for none.
+    """
+
+    recipe: Recipe
+    rehearsal: Rehearsal | None = None
+    hardware: Hardware | None = None
+    before: dict[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    def record(self) -> str | None:
+        """`plan.json` of a run, which `trunkline report` compares with what came; None without a rehearsal."""
+        if self.rehearsal is None:
+            return None
+        step = self.rehearsal.step
+        holders = {**self.rehearsal.memory, "device": {**self.rehearsal.memory["device"], **self.before}}
+        found: dict[str, Any] = {
+            "hardware": "this machine" if self.hardware is None else self.hardware.title,
+            "peaks": {tier: sum(parts.values()) for tier, parts in holders.items()},
+            "holders": holders,
+            "moved": self.rehearsal.moved,
+        }
+        if step is not None:
+            found |= {"seconds": step.seconds, "tokens_per_second": step.tokens_per_second * step.devices,
+                      "mfu": step.mfu, "mfu_recompute_counted": step.hardware_utilisation,
+                      "exposed": step.exposed}  # fmt: skip
+        return json.dumps(found, indent=1) + "\n"
+
+
+def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Preflight:
+    """Rehearse a step, on rank 0, and stop a run that cannot fit.
+
+    Args:
+        recipe: of the run.
+        config: of its model.
+        job: the processes of the run, all of which call this.
+        device: of this process.
+
+    Raises:
+        RecipeError: it does not fit; the text says where, by how much, and what would mend it.
+    """
+    if job.degrees.tp > 1:
+        note = "note: tensor parallelism is not rehearsed, so memory is not checked beforehand."
+        chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
+        return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=note)
+    found = _rehearsed(recipe, config, job, device) if job.is_main else None
+    if job.mesh is None:
+        assert found is not None
+        return found
+    chunk = int(alarm.shared("chunk_size", None if found is None else str(found.recipe.chunk_size)))
+    return found or Preflight(recipe.model_copy(update={"chunk_size": chunk}))
+
+
+def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Preflight:
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+    try:
+        blank = Blank.of(model.train())
+    except Unsupported as error:  # what cannot be streamed either is refused by stream(), with the reason
+        chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
+        return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
+    hardware = profile_of(device)
+    if hardware is not None and job.world_size > 1 and hardware.intra is None:
+        hardware = None  # it was measured alone: times of several would be guesses
+    free = free_bytes(device, job.processes_here, recipe.disk)
+    fitting: dict[int, Rehearsal] = {}
+    first: RecipeError | None = None
+    for chunk in _sizes(recipe, device, timed=hardware is not None):
+        try:
+            fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
+            _check(recipe, fitting[chunk], free, chunk)
+        except ValueError as error:
+            fitting.pop(chunk, None)
+            first = first or (error if isinstance(error, RecipeError) else RecipeError(str(error)))
+        if fitting and (hardware is None or len(fitting) == 2):
+            break
+    if not fitting:
+        assert first is not None
+        raise first
+    chunk = min(fitting, key=lambda each: _seconds(fitting[each]))
+    before = {"Python and its libraries": resident_bytes()} if device.type == "cpu" else {}
+    return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before)
+
+
+def _seconds(rehearsal: Rehearsal) -> float:
+    return 0.0 if rehearsal.step is None else rehearsal.step.seconds
+
+
+def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
+    """Sizes of chunks to try: the recipe's, or those that a device likes, the likeliest first."""
+    if recipe.chunk_size != "auto":
+        return [recipe.chunk_size]
+    usual = StreamConfig().chunk_tokens(device)
+    smaller = [usual >> n for n in range(1, 16) if usual >> n >= _SMALLEST]
+    larger = [2 * usual] if timed and recipe.context > 2 * usual else []
+    return [usual, *larger, *smaller]
+
+
+def _step(
+    recipe: Recipe, blank: Blank, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+) -> Rehearsal:
+    settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
+    return rehearse(
+        blank, recipe.context, batch_size=recipe.batch_size // job.degrees.dp, device=device, hardware=hardware,
+        degrees=job.degrees, spread=spread_of(recipe), optimizer=AdamW(recipe.optimizer.fp32_master),
+        **{**settings, "chunk_size": chunk},
+    )  # fmt: skip
+
+
+def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: int) -> None:
+    """Compare a step with what is free.
+
+    Raises:
+        RecipeError: it takes more.
+    """
+    for tier, parts in rehearsal.memory.items():
+        wanted, room = sum(parts.values()), free.get(tier, 0) * _USABLE
+        if wanted <= room:
+            continue
+        largest = sorted(parts.items(), key=lambda part: -part[1])[:4]
+        held = ", ".join(f"{part} {in_units(nbytes)}" for part, nbytes in largest)
+        smaller = f"chunk_size below {chunk:,}, " if chunk > _SMALLEST else ""
+        budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
+        mends = {
+            "device": f"{smaller}keep [], {budgets}, optimizer.fp32_master false, or more processes (parallel)",
+            "host": "a smaller host_budget with disk, inputs_every 4, or a shorter context",
+            "disk": "another disk, inputs_every 4, keep [], or a shorter context",
+        }
+        raise RecipeError(
+            f"this run does not fit: at its peak a process would hold {in_units(wanted)} in its {tier} tier "
+            f"({held}), and {in_units(int(room))} can be had. Use {mends[tier]}; `trunkline plan` finds settings that "
+            "fit (preflight: false in the recipe goes on all the same)."
+        )

@@ -1,0 +1,129 @@
+"""A run that cannot fit stops before its first step, and chunks of `auto` are chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan.profiles import constant
+from rich.console import Console
+
+from trunkline.data import load_encoder
+from trunkline.train import preflight as module
+from trunkline.train.display import PlainDisplay
+from trunkline.train.job import Job
+from trunkline.train.models import build_config, tokenizer_spec
+from trunkline.train.preflight import Preflight, preflight
+from trunkline.train.recipe import Recipe
+from trunkline.train.run import train
+from trunkline.train.settings import RecipeError
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def recipe_of(folder: Path, **changed: Any) -> Recipe:
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 200)
+    given = {
+        "model": {"preset": "tiny-llama", "dtype": "float32"}, "data": {"files": [str(folder / "text.txt")]},
+        "context": 2_048, "chunk_size": 512, "steps": 1, "output": str(folder / "run"),
+    }  # fmt: skip
+    return Recipe.model_validate(given | changed)
+
+
+def flown(recipe: Recipe) -> Preflight:
+    return preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), Job(), CPU)
+
+
+def with_room(monkeypatch: pytest.MonkeyPatch, **free: int) -> None:
+    monkeypatch.setattr(module, "free_bytes", lambda *_: {"device": 2**40, "host": 2**40, **free})
+
+
+@pytest.fixture(autouse=True)
+def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "profile_of", lambda _: None)
+
+
+def test_a_run_that_does_not_fit_stops_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_room(monkeypatch, device=8 * MIB)
+    recipe = recipe_of(tmp_path)
+    with pytest.raises(RecipeError, match=r"would hold [\d.]+ MiB in its device tier \(.*optimizer.*7\.7 MiB can be"):
+        train(recipe, PlainDisplay(Console(quiet=True)))
+    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob("run.partial*"))
+
+
+def test_it_fits_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much as it says that a step takes it goes on, with one byte less it stops."""
+    recipe = recipe_of(tmp_path)
+    with_room(monkeypatch)
+    rehearsal = flown(recipe).rehearsal
+    assert rehearsal is not None
+    wanted = sum(rehearsal.memory["device"].values())
+    monkeypatch.setattr(module, "_USABLE", 1.0)
+    with_room(monkeypatch, device=wanted)
+    flown(recipe)
+    with_room(monkeypatch, device=wanted - 1)
+    with pytest.raises(RecipeError, match="does not fit"):
+        flown(recipe)
+
+
+def test_the_disk_has_to_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_room(monkeypatch, disk=1 * MIB)
+    with pytest.raises(RecipeError, match=r"disk tier.*another disk"):
+        flown(recipe_of(tmp_path, device_budget="4MiB", disk=str(tmp_path)))
+
+
+def test_budgets_that_are_too_small_are_told_as_ever(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="device_budget"):
+        flown(recipe_of(tmp_path, device_budget="10KiB"))
+
+
+def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, context=8_192, chunk_size="auto")
+    with_room(monkeypatch)
+    assert flown(recipe).recipe.chunk_size == 4_096
+    needs = {}
+    for chunk in (4_096, 2_048, 1_024):
+        rehearsal = flown(recipe.model_copy(update={"chunk_size": chunk})).rehearsal
+        assert rehearsal is not None
+        needs[chunk] = sum(rehearsal.memory["device"].values())
+    assert needs[4_096] > needs[2_048] > needs[1_024]
+    with_room(monkeypatch, device=int(needs[1_024] / 0.96) + 1_000)
+    assert flown(recipe).recipe.chunk_size == 1_024
+
+
+def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator that costs the host a lot makes larger chunks the faster ones."""
+    recipe = recipe_of(tmp_path, context=16_384, chunk_size="auto")
+    monkeypatch.setattr(module, "profile_of", lambda _: constant("cpu", host_seconds=0.01))
+    with_room(monkeypatch)
+    found = flown(recipe)
+    assert found.recipe.chunk_size == 8_192
+    assert found.rehearsal is not None
+    assert found.rehearsal.step is not None
+    record = json.loads(found.record() or "")
+    assert record["seconds"] == found.rehearsal.step.seconds
+
+
+def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:
+    """Bytes over the lanes are those that the step of `metrics.jsonl` moved."""
+    recipe = recipe_of(tmp_path, device_budget="4MiB", disk=str(tmp_path))
+    train(recipe, PlainDisplay(Console(quiet=True)))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    metrics = json.loads(line)
+    assert plan["moved"] == {lane: counted["bytes"] for lane, counted in metrics["lanes"].items() if lane != "comm"}
+    assert plan["peaks"]["disk"] == metrics["tiers"]["disk"] > 0
+    assert "seconds" not in plan
+
+
+def test_it_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_room(monkeypatch, device=1)
+    train(recipe_of(tmp_path, preflight=False), PlainDisplay(Console(quiet=True)))
+    assert not (tmp_path / "run" / "plan.json").exists()
