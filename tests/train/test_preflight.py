@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from trunkline.train.models import build_config, tokenizer_spec
 from trunkline.train.preflight import Preflight, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import train
-from trunkline.train.settings import RecipeError
+from trunkline.train.settings import RecipeError, dump_recipe
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -39,7 +41,7 @@ def flown(recipe: Recipe) -> Preflight:
 
 
 def with_room(monkeypatch: pytest.MonkeyPatch, **free: int) -> None:
-    monkeypatch.setattr(module, "free_bytes", lambda *_: {"device": 2**40, "host": 2**40, **free})
+    monkeypatch.setattr(module, "free_bytes", lambda *_: {"device": 2**40, **free})
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +129,19 @@ def test_it_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with_room(monkeypatch, device=1)
     train(recipe_of(tmp_path, preflight=False), PlainDisplay(Console(quiet=True)))
     assert not (tmp_path / "run" / "plan.json").exists()
+
+
+def test_one_process_can_offload(tmp_path: Path) -> None:
+    """In a process of its own, since it joins a job of one: the losses are those of a run that does not."""
+    losses = []
+    for offload in (False, True):
+        recipe = recipe_of(tmp_path, steps=2, output=str(tmp_path / f"run-{offload}"), parallel={"offload": offload})
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+        command = [sys.executable, "-m", "trunkline", "train", str(tmp_path / "recipe.yaml")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / f"run-{offload}" / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+        plan = json.loads((tmp_path / f"run-{offload}" / "plan.json").read_text())
+        assert ("optimizer" in plan["holders"]["host"]) is offload
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from trunkline.parallel import alarm
 from trunkline.train.display import PlainDisplay, clock_text, make_display
 from trunkline.train.job import RankLog, join
+from trunkline.train.output import PLAN
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import RunResult, train
 from trunkline.train.settings import load_recipe
@@ -66,7 +67,7 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         f"Wrote {folder}/",
         "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
         f"  metrics.jsonl  {len(steps)} lines: loss, gradient norm, speed, FLOPs, memory, seconds of each part",
-        "  plan.json      what was expected of a step",
+        *(["  plan.json      what was expected of a step"] if (result.output / PLAN).exists() else []),
         "  timeline.json  one step over time, memory and lanes: "
         f"`{_program('trunkline')} report {shlex.quote(folder)}` draws it",
         "  recipe.yaml    every setting of this run, defaults filled in",

@@ -85,7 +85,7 @@ def shard(
     wholes = {name: Whole.of(parameter) for name, parameter in base.named_parameters()}
     hooks: list[Hooks] = []
     replicas = flat(mesh, REPLICAS)
-    if zero and replicas.size() > 1:
+    if zero and (replicas.size() > 1 or offload):
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         settings: dict[str, Any] = {
             "mesh": replicas,
@@ -97,9 +97,8 @@ def shard(
         for unit in units:
             fully_shard(unit, **settings)
         hooks = [Hooks(unit, *known) for unit, known in zip(units, before, strict=True)]
-    elif zero and (offload or param_dtype is not None):
-        given = "offload" if offload else "param_dtype"
-        raise ValueError(f"{given} has no effect where dp x sp x cp is 1: there is nothing to shard.")
+    elif zero and param_dtype is not None:
+        raise ValueError("param_dtype has no effect where dp x sp x cp is 1: there is nothing to shard.")
     if not hooks and mesh.device_type == "cuda":
         base.to(torch.device("cuda", torch.cuda.current_device()))
     sharding = Sharding(base, mesh, zero=zero, reduce_dtype=reduce_dtype, wholes=wholes, partial=partial, hooks=hooks)

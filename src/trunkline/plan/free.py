@@ -21,7 +21,7 @@ _DEVICES = (
 
 
 def free_bytes(device: torch.device, processes: int, disk: str | None = None) -> dict[str, int]:
-    """Bytes of each tier that one of several processes on this machine may take.
+    """Bytes of each tier that one of several processes on this machine may take; on a CPU the host is the device.
 
     Args:
         device: of this process.
@@ -29,9 +29,8 @@ def free_bytes(device: torch.device, processes: int, disk: str | None = None) ->
         disk: folder of scratch files; None for no such tier.
     """
     memory = _available() // processes
-    found = {"host": memory}
     if device.type == "cuda":
-        found["device"] = torch.cuda.mem_get_info(device)[0]
+        found = {"host": memory, "device": torch.cuda.mem_get_info(device)[0]}
     else:
         found = {"device": memory}
     if disk is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -167,8 +168,10 @@ def _join(recipe: Recipe) -> Job:
                 f"parallel asks for {asked} processes, and this is one: start it with torchrun --nproc-per-node "
                 f"{asked} -m trunkline train …, or leave parallel out."
             )
-        return Job()
-    if ":" in recipe.device:
+        if not parallel.offload:
+            return Job()
+        _be_the_only_rank()  # of FSDP2, which is what moves parameters to the host and back
+    if ":" in recipe.device and world_size > 1:
         raise RecipeError(
             f"device: '{recipe.device}' names one device, and there are {world_size} processes, each with its own: set "
             "device to cuda."
@@ -184,6 +187,17 @@ def _join(recipe: Recipe) -> Job:
             f"takes an equal share of each micro-batch. Set batch_size to {degrees.dp}, {2 * degrees.dp}, …"
         )
     return Job(mesh, degrees, dist.get_rank(), mesh["dp"].get_local_rank())
+
+
+def _be_the_only_rank() -> None:
+    """What torchrun would set for one process."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": port}  # fmt: skip
+    for name, value in given.items():
+        os.environ.setdefault(name, str(value))
 
 
 def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> float:

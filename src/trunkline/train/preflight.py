@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,12 +152,14 @@ def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: in
     Raises:
         RecipeError: it takes more.
     """
-    for tier, parts in rehearsal.memory.items():
-        wanted, room = sum(parts.values()), free.get(tier, 0) * _USABLE
+    memory = {tier: Counter(parts) for tier, parts in rehearsal.memory.items()}
+    if "host" not in free:  # it is the device
+        memory["device"].update(memory.pop("host"))
+    for tier, parts in memory.items():
+        wanted, room = parts.total(), free.get(tier, 0) * _USABLE
         if wanted <= room:
             continue
-        largest = sorted(parts.items(), key=lambda part: -part[1])[:4]
-        held = ", ".join(f"{part} {in_units(nbytes)}" for part, nbytes in largest)
+        held = ", ".join(f"{part} {in_units(nbytes)}" for part, nbytes in parts.most_common(4))
         smaller = f"chunk_size below {chunk:,}, " if chunk > _SMALLEST else ""
         budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
         mends = {

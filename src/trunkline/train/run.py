@@ -131,7 +131,7 @@ def _model(
 ) -> tuple[nn.Module, int | None, float]:
     """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
     parallel, degrees, dtype = recipe.parallel, job.degrees, recipe.model.dtype
-    cut = bool(parallel.zero) and degrees.dp * degrees.sp * degrees.cp > 1
+    cut = bool(parallel.zero) and (degrees.dp * degrees.sp * degrees.cp > 1 or parallel.offload)
     # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
     masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
     wide = recipe
@@ -167,7 +167,8 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
     samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
-    ranks = f", {job.world_size} processes ({job.degrees}, zero={recipe.parallel.zero})" if job.mesh else ""
+    ranks = f", {job.world_size} processes ({job.degrees}, zero={recipe.parallel.zero})" if job.world_size > 1 else ""
+    ranks += ", offload" if recipe.parallel.offload else ""
     return [
         f"trunkline {trunkline.__version__}: {name}, {_count_text(count)} parameters in {recipe.model.dtype} on "
         f"{place}{ranks}",
