@@ -59,8 +59,13 @@ class Partial:
         dist.all_reduce(parameter.grad, group=self._group)
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> Partial:
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, *, blank: bool = False) -> Partial:
     """Cut the matrices of a model over the ranks of a mesh of one axis, in place.
+
+    Args:
+        model: the model, whole.
+        mesh: of the ranks.
+        blank: its parameters are meant to have no contents.
 
     Returns:
         What gets a part of its gradient on each rank.
@@ -78,7 +83,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh) -> Partial:
     plan = getattr(model, "tp_plan", None) or {}
     if not plan:
         raise ValueError(f"{name} has no tensor-parallel plan in transformers: use sp or cp instead of tp.")
-    if any(p.device.type == "meta" for p in model.parameters()):
+    if not blank and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError(f"the parameters of this {name} are on the meta device: load its weights before shard().")
     found, modules = expand(model, plan), dict(model.named_modules())
     if any(hasattr(modules.get(n), "base_layer") for n in found):

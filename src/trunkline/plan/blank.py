@@ -24,12 +24,14 @@ class Blank:
         decoder: in the pieces that sweeps need.
         reaches: of each layer's attention.
         device: where the model is that it was made of.
+        whole: the model as all ranks have it together, where this is one rank's part of its matrices.
     """
 
     model: PreTrainedModel
     decoder: HuggingFaceDecoder
     reaches: Sequence[Reach]
     device: torch.device
+    whole: PreTrainedModel | None = None
 
     @staticmethod
     def of(model: PreTrainedModel) -> Blank:

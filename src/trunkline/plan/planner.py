@@ -6,12 +6,14 @@ rehearsed, for the few choices that are worth it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trunkline.config import StreamConfig
 from trunkline.parallel.mesh import Degrees, heads_of
+from trunkline.plan import tensors
 from trunkline.plan.blank import Blank
 from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, spreads
 from trunkline.plan.rehearsal import Rehearsing, rehearse
@@ -102,6 +104,10 @@ class Planner:
         Raises:
             DoesNotFit: none does.
         """
+        with self._cut(task):
+            return self._best(task)
+
+    def _best(self, task: Task) -> Plan:
         tried: list[tuple[Plan, float]] = []
         for degrees in meshes(task, self._machine, self._num_heads):
             found = self._best_on(task, degrees)
@@ -124,6 +130,10 @@ class Planner:
         Raises:
             DoesNotFit: not even a thousand tokens do.
         """
+        with self._cut(task):
+            return self._longest(task, timed=timed)
+
+    def _longest(self, task: Task, *, timed: bool) -> Plan:
         best: tuple[int, Choice] | None = None
         for degrees in meshes(task, self._machine, self._num_heads, one_sequence=True):
             for spread in spreads(task, degrees):
@@ -135,6 +145,16 @@ class Planner:
         if best is None:
             raise DoesNotFit(self.why_not(longer(task, 1_024)))
         return self._plan(longer(task, best[0]), best[1], timed=timed)
+
+    @contextlib.contextmanager
+    def _cut(self, task: Task) -> Iterator[None]:
+        """Have the model as one rank has it, where matrices are cut."""
+        whole = self._blank
+        with tensors.cut(whole, 1 if task.degrees is None else task.degrees.tp) as self._blank:
+            try:
+                yield
+            finally:
+                self._blank = whole
 
     def why_not(self, task: Task) -> str:
         """Why nothing fits: what the leanest choice lacks."""

@@ -26,7 +26,8 @@ from trunkline.keeping import WORDS
 from trunkline.lanes import LANES
 from trunkline.lanes.clock import Clock
 from trunkline.parallel.mesh import Degrees, heads_of
-from trunkline.plan import layers
+from trunkline.parallel.norm import local
+from trunkline.plan import layers, tensors
 from trunkline.plan.blank import Blank
 from trunkline.plan.costs import Costs
 from trunkline.plan.hardware import Hardware
@@ -92,11 +93,12 @@ def rehearse(
             raise ValueError(f"{name}={value!r}: give a positive whole number.")
     if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
         raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
-    blank = model if isinstance(model, Blank) else Blank.of(model)
-    rehearsing = Rehearsing(blank, seq_len, batch_size, documents, device=device, hardware=hardware,
-                            degrees=degrees or Degrees(), spread=spread or Spread(), drawn=drawn,
-                            settings=settings)  # fmt: skip
-    return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
+    blank, degrees = model if isinstance(model, Blank) else Blank.of(model), degrees or Degrees()
+    with tensors.cut(blank, degrees.tp) as own:
+        rehearsing = Rehearsing(own, seq_len, batch_size, documents, device=device, hardware=hardware,
+                                degrees=degrees, spread=spread or Spread(), drawn=drawn,
+                                settings=settings)  # fmt: skip
+        return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
 
 
 class Rehearsing:
@@ -104,7 +106,7 @@ class Rehearsing:
 
     def __init__(
         self,
-        blank: Blank,
+        blank: Blank,  # as a rank has it
         seq_len: int,
         batch_size: int,
         documents: Sequence[int] | None,
@@ -117,14 +119,13 @@ class Rehearsing:
         settings: dict[str, Any],
     ) -> None:
         self._blank, self._decoder = blank.model, blank.decoder
+        self._whole = blank.model if blank.whole is None else blank.whole
         self._reaches = blank.reaches
         self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
         self._hardware = _loaded(hardware)
         self._degrees, self._spread, self._drawn = degrees, spread, drawn
         degrees.check_world(degrees.dp * degrees.sp * degrees.cp * degrees.tp)
         degrees.check_heads(*heads_of(blank.model))
-        if degrees.tp > 1:
-            raise ValueError(f"tp={degrees.tp}: tensor parallelism is not rehearsed yet: use sp or cp.")
         self._device = _device(device, self._hardware, blank.device)
         self._config = StreamConfig(**{**settings, "progress": self._progress})
         world = degrees.dp * degrees.sp * degrees.cp
@@ -141,7 +142,10 @@ class Rehearsing:
             self._decoder.sharding = VirtualSharding(
                 self._blank, self._decoder.layers, spread, replicas, clock, self._memory, self._tallies["host"]
             )
-        self._observed = Observed(None if self._hardware is None else Costs(self._hardware), self._clock, self._memory)
+        self._observed = Observed(
+            None if self._hardware is None else Costs(self._hardware), self._clock, self._memory,
+            wire(degrees.tp, degrees.tp, self._hardware, clock) if degrees.tp > 1 else None,
+        )  # fmt: skip
         self._recorder: Recorder | None = None
         self._tiers = self._new_tiers()
 
@@ -190,7 +194,8 @@ class Rehearsing:
 
     def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[Segment]:
         """The step with some of the layers."""
-        self._memory.know([*self._blank.parameters(), *self._blank.buffers(), batch.input_ids_BS])
+        own = [local(p) for p in self._blank.parameters()]
+        self._memory.know([*own, *self._blank.buffers(), batch.input_ids_BS])
         self._tiers.ledger = self._note
         recorder = self._recorder = Recorder(
             self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
@@ -277,7 +282,7 @@ class Rehearsing:
         devices = self._degrees.dp * self._degrees.sp * self._degrees.cp * self._degrees.tp
         flops = None
         with contextlib.suppress(UncountedModuleError):
-            flops = model_flops(self._blank, seq_len=self._seq_len, batch_size=self._batch_size * self._degrees.dp,
+            flops = model_flops(self._whole, seq_len=self._seq_len, batch_size=self._batch_size * self._degrees.dp,
                                 documents=self._documents)  # fmt: skip
         numbers, phases = course.numbers, list(course.phases)
         seconds = numbers["seconds"]

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from trunkline.lanes.clock import Clock, Job
 from trunkline.lanes.virtual import LINK
+from trunkline.parallel.norm import local
 from trunkline.plan.memory import DeviceMemory, Tally
 from trunkline.plan.ranks import Wire
 from trunkline.structure import parameters_outside
@@ -130,12 +131,13 @@ class VirtualSharding:
 
     def _over_ranks(self, parameter: Parameter, total: Tensor) -> Tensor | None:
         size = self._wire.size
-        local = total if total.dtype == torch.float64 else total.to(self._spread.reduce_dtype)
-        sent = local.nbytes * (size - 1) // size
+        part = local(total)
+        part = part if part.dtype == torch.float64 else part.to(self._spread.reduce_dtype)
+        sent = part.nbytes * (size - 1) // size
         self._wire.wait(self._wire.send(sent if self._sharded else 2 * sent, "gradients"))
         if not self._sharded:
             return torch.empty_like(parameter)
-        own = -(-parameter.numel() // size) * self._at_rest(parameter)
+        own = -(-local(parameter).numel() // size) * self._at_rest(parameter)
         if self._spread.offload and self._clock is not None:
             self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
         if parameter not in self._reduced:
@@ -148,12 +150,12 @@ class VirtualSharding:
         nbytes, size = self._nbytes(layer), self._wire.size
         self._memory.put("parameters on their way", nbytes)
         if self._spread.offload and self._clock is not None:
-            own = sum(p.numel() * self._at_rest(p) for p in self._parameters(layer)) // size
+            own = sum(local(p).numel() * self._at_rest(p) for p in self._parameters(layer)) // size
             self._clock.wait(self._clock.give(LINK["fetch"], own, lane="fetch", label="parameters"))
         return self._wire.send(nbytes * (size - 1) // size, "parameters")
 
     def _nbytes(self, layer: int | None) -> int:
-        return sum(p.nbytes for p in self._parameters(layer))
+        return sum(local(p).nbytes for p in self._parameters(layer))
 
     def _at_rest(self, parameter: Parameter) -> int:
         """Bytes of an element of a part."""

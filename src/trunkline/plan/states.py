@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from trunkline.parallel.norm import local
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.sharding import Spread
 
@@ -66,7 +67,7 @@ def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | N
     offload = spread.offload and is_cut
     weights = moments = masters = updated = step = 0
     for parameter in model.parameters():
-        count = -(-parameter.numel() // cut)
+        count = -(-local(parameter).numel() // cut)
         resting = (spread.dtype if is_cut and spread.dtype is not None else parameter.dtype).itemsize
         weights += count * resting
         if optimizer is None or not parameter.requires_grad:

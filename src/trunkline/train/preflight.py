@@ -79,7 +79,7 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
         RecipeError: it does not fit; the text says where, by how much, and what would mend it.
     """
     if job.degrees.tp > 1:
-        note = "note: tensor parallelism is not rehearsed, so memory is not checked beforehand."
+        note = "note: tensor parallelism is rehearsed by `trunkline plan` only: memory is not checked beforehand."
         chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
         return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=note)
     found = _rehearsed(recipe, config, job, device) if job.is_main else None

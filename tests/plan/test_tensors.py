@@ -1,0 +1,69 @@
+"""Tensor parallelism in a rehearsal, against ranks that are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed.processes import run
+from families import build
+from oracle import tokens
+from plan.profiles import constant
+from torch import distributed as dist
+
+import trunkline
+from trunkline.parallel.mesh import Degrees
+from trunkline.plan import tensors
+from trunkline.plan.blank import Blank
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.sharding import Spread
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def measured(degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
+    mesh = trunkline.init_mesh(**degrees)
+    model = build("llama", torch.float32, **SHAPE)
+    trunkline.shard(model, mesh, zero=0)
+    trunkline.stream(model, mesh=mesh, **settings)
+    ids = tokens(1, 64)
+    model(input_ids=ids, labels=ids).loss.backward()
+    meters = trunkline.read_meters(model)
+    own = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model.parameters())
+    return {"device": meters.peaks["device"], "comm": meters.lanes["comm"].moved, "parameters": own}
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sp": 2}])
+def test_stores_and_parameters_are_those_of_a_rank(degrees: dict[str, int]) -> None:
+    settings = {"chunk_size": 16}
+    model = build("llama", torch.float32, **SHAPE)
+    said = rehearse(model, 64, degrees=Degrees(**degrees), spread=Spread(0), **settings)
+    found = run(len(degrees) * 2 if len(degrees) > 1 else 2, measured, degrees, settings)[0]
+    assert said.peaks["device"] == found["device"]
+    assert said.memory["device"]["parameters"] == found["parameters"]
+    assert said.moved.get("comm", 0) == found["comm"]
+    assert not dist.is_initialized()
+
+
+def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
+    model = build("llama", torch.float32, vocab_size=96, **SHAPE)  # which two ranks can halve
+    hardware = constant(dtypes=("bf16", "fp32"))
+    steps = [
+        rehearse(model, 64, chunk_size=16, degrees=Degrees(tp=n), spread=Spread(0), hardware=hardware).step
+        for n in (1, 2)
+    ]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert steps[0].hardware_flops == steps[1].hardware_flops
+    assert steps[0].model_flops == steps[1].model_flops
+    assert steps[0].exposed["comm"] == 0
+    # Two sums forward and two backward for each layer's chunk at least: forward, replay, gradients of inputs.
+    assert steps[1].exposed["comm"] > 4 * 3 * model.config.num_hidden_layers * hardware.intra.latency  # type: ignore[union-attr]
+
+
+def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    blank = Blank.of(build("llama", torch.float32, **SHAPE))
+    monkeypatch.setattr(tensors.dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="tp=2"), tensors.cut(blank, 2):
+        pass
