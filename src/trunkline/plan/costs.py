@@ -19,32 +19,30 @@ from torch.utils.flop_counter import flop_registry
 from trunkline.attention.virtual import Attended
 from trunkline.plan.hardware import Hardware
 
-Kind = Literal["free", "matmul", "copy", "pointwise", "transcendental", "reduction", "rows"]
+Kind = Literal["free", "matmul", "fill", "copy", "pointwise", "transcendental", "reduction", "rows"]
 
 aten = torch.ops.aten
+_GROUPED = aten._grouped_mm  # of experts: PyTorch's counter knows nothing of it
 
 _TRANSCENDENTAL = (
     "exp", "log", "silu", "gelu", "sigmoid", "tanh", "softmax", "cos", "sin", "pow", "rsqrt", "erf", "softplus", "mish",
 )  # fmt: skip
 _REDUCTION = (
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "var",
-    "norm",
-    "argmax",
-    "topk",
-    "sort",
-    "cumsum",
-    "bincount",
-)
-_COPY = ("copy", "clone", "cat", "stack", "fill", "zero", "ones", "full", "arange", "repeat", "flip", "pad", "_to_copy")
+    "sum", "mean", "amax", "amin", "max", "min", "var", "std", "prod", "all", "any", "norm", "linalg_vector_norm",
+    "argmax", "topk", "sort", "cumsum", "bincount",
+)  # fmt: skip
+# Begin as names above do, or have them within, and go through each element once like any sum.
+_POINTWISE = ("maximum", "minimum", "logical")
+_COPY = ("copy", "clone", "cat", "stack", "repeat", "flip", "pad", "to_copy")
+# Nothing is read, whatever they are given to be like.
+_FILL = ("fill", "zero", "ones", "full", "arange", "new_zeros", "new_ones", "new_full")
 # What is read of a table, or written to one, is a few of its rows.
 _ROWS = ("embedding", "index_select", "gather", "index", "scatter", "take")
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "_local_scalar_dense", "lift_fresh")
+# `_unsafe_view` is a view whose schema does not say so: what a product of three dimensions ends with.
+_FREE = (
+    "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view",
+    "_local_scalar_dense", "lift_fresh", "resize_", "set_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Costs:
         nbytes = _bytes(kind, args, kwargs, out)
         if not nbytes:
             return FREE
-        rate = self._hardware.memory_rate("copy" if kind == "rows" else kind, nbytes)
+        rate = self._hardware.memory_rate("copy" if kind in ("rows", "fill") else kind, nbytes)
         return Cost(max(self._hardware.kernel_seconds, nbytes / rate))
 
     def of_attention(self, call: Attended) -> Cost:
@@ -123,8 +121,11 @@ class Costs:
         return flops / rate + passes * scores / hardware.memory_rate("transcendental", scores)
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
-        flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-        m, n, k, dtype = _sizes(func, args, flops)
+        if func._overloadpacket is _GROUPED:
+            flops, m, n, k, dtype = _grouped(args[0], args[1], out)
+        else:
+            flops = int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+            m, n, k, dtype = _sizes(func, args, flops)
         nbytes = _bytes("matmul", args, kwargs, out)
         seconds = max(
             flops / self._hardware.matmul_rate(dtype, m, n, k), nbytes / self._hardware.memory_rate("copy", nbytes)
@@ -135,7 +136,7 @@ class Costs:
 def kind_of(func: Any) -> Kind:
     """What an operator's time depends on."""
     packet = func._overloadpacket
-    if packet in flop_registry:
+    if packet in flop_registry or packet is _GROUPED:
         return "matmul"
     name = packet.__name__
     written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -145,13 +146,17 @@ def kind_of(func: Any) -> Kind:
     if name == "embedding_dense_backward":  # zeros for the whole table first
         return "copy"
     words = name.removesuffix("_backward").strip("_")
-    if any(words.startswith(each) for each in _ROWS):
+    if words.startswith(_POINTWISE):
+        return "pointwise"
+    if words.startswith(_ROWS):
         return "rows"
     if any(each in words for each in _TRANSCENDENTAL):
         return "transcendental"
-    if any(words.startswith(each) for each in _REDUCTION):
+    if words.startswith(_REDUCTION):
         return "reduction"
-    if any(words.startswith(each) for each in _COPY) or name == "_to_copy":
+    if words.startswith(_FILL):
+        return "fill"
+    if words.startswith(_COPY):
         return "copy"
     return "pointwise"
 
@@ -168,6 +173,22 @@ def _sizes(func: Any, args: tuple[Any, ...], flops: int) -> tuple[int, int, int,
     n = b.shape[-1]
     k = a.shape[-1]
     return max(1, flops // (2 * n * k)), n, k, a.dtype
+
+
+def _grouped(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int, int, torch.dtype]:
+    """FLOPs of products of which each group has its part, whichever dim is cut; m, n, k of one group; the dtype."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    groups = next(x.shape[0] for x in (a, b, out) if x.ndim == 3)
+    if a.ndim == b.ndim == 3:
+        return 2 * groups * m * n * k, m, n, k, a.dtype
+    flops = 2 * m * n * k
+    if a.ndim == b.ndim:
+        k = max(1, k // groups)
+    elif a.ndim == 2:
+        m = max(1, m // groups)
+    else:
+        n = max(1, n // groups)
+    return flops, m, n, k, a.dtype
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -191,6 +212,8 @@ def _bytes(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if kind == "copy" and args and args[0] is out:  # in place: what was there is not read
         args = args[1:]
     written = sum(_touched(x) for x in _tensors(out if isinstance(out, (list, tuple)) else (out,)))
+    if kind == "fill":
+        return written
     if kind == "rows":
         return 2 * min([written, *(_touched(x) for x in _tensors(args))], default=0)
     return written + sum(_touched(x) for x in (*_tensors(args), *_tensors(kwargs.values())))
