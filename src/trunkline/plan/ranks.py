@@ -49,11 +49,13 @@ class Wire:
 def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -> Wire:
     """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are.
 
+    A rank alone sends nothing, and needs no figures.
+
     Raises:
         ValueError: the hardware's profile knows nothing of such collectives.
     """
-    if hardware is None:
-        return Wire(size, None, None)
+    if hardware is None or size == 1:
+        return Wire(size, None, clock)
     within = span <= hardware.devices_per_node
     collective = hardware.intra if within else hardware.inter
     if collective is None:

@@ -137,9 +137,10 @@ class Rehearsing:
         clock = None if self._hardware is None else self._clock
         self._ranks = VirtualRanks(degrees, self._hardware, clock)
         self._decoder.sharding = None
+        self._sharding: VirtualSharding | None = None
         if spread.cuts(world) or world > 1:
             replicas = wire(world, world, self._hardware, clock)
-            self._decoder.sharding = VirtualSharding(
+            self._sharding = self._decoder.sharding = VirtualSharding(
                 self._blank, self._decoder.layers, spread, replicas, clock, self._memory, self._tallies["host"]
             )
         self._observed = Observed(
@@ -210,6 +211,9 @@ class Rehearsing:
             if differentiate:
                 recorder.phase("backward")
                 engine.backward(run, torch.empty_like(loss))
+                if self._sharding is not None:
+                    recorder.enter(None)
+                    self._sharding.settle()
             del run, loss
         recorder.finish()
         return recorder.segments

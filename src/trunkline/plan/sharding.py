@@ -72,6 +72,7 @@ class VirtualSharding:
         self._coming: dict[int, Job | None] = {}
         self._whole: set[int | None] = set()
         self._reduced: set[Parameter] = set()
+        self._leaving: Job | None = None
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -129,6 +130,11 @@ class VirtualSharding:
             for parameter, total in zip(parameters, totals, strict=True)
         ]
 
+    def settle(self) -> None:
+        """Have compute go on after the last gradient is where it rests: the optimizer works on it."""
+        self._wire.wait(self._leaving)
+        self._leaving = None
+
     def _over_ranks(self, parameter: Parameter, total: Tensor) -> Tensor | None:
         size = self._wire.size
         part = local(total)
@@ -139,7 +145,7 @@ class VirtualSharding:
             return torch.empty_like(parameter)
         own = -(-local(parameter).numel() // size) * self._at_rest(parameter)
         if self._spread.offload and self._clock is not None:
-            self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
+            self._leaving = self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
         if parameter not in self._reduced:
             (self._host if self._spread.offload else self._memory).put("gradients", own)
         self._reduced.add(parameter)
