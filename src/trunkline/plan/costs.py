@@ -91,7 +91,7 @@ class Costs:
         nbytes = _bytes(kind, args, kwargs, out)
         if not nbytes:
             return FREE
-        rate = self._hardware.memory_rate("copy" if kind in ("rows", "fill") else kind, nbytes)
+        rate = self._hardware.memory_rate("copy" if kind == "rows" or kind == "fill" else kind, nbytes)
         return Cost(max(self._hardware.kernel_seconds, nbytes / rate))
 
     def of_attention(self, call: Attended) -> Cost:
