@@ -1,0 +1,55 @@
+"""One rank of a rehearsed mesh against the ranks of a real one: bytes between them, and what each holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed.processes import run
+from families import build
+from oracle import tokens
+
+import trunkline
+from trunkline.parallel.mesh import Degrees
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.sharding import Spread
+
+HEAD_GROUPS: dict[str, Any] = {"chunk_size": 4, "device_budget": "40KiB", "strategy": "head_groups"}
+CASES: list[dict[str, Any]] = [
+    {"chunk_size": 8},
+    {"chunk_size": 8, "keep": ()},
+    {"chunk_size": 8, "keep": ("attention", "kv"), "inputs_every": 2},
+    {"chunk_size": 4, "device_budget": "16KiB", "strategy": "streamed"},
+]
+# Two key/value heads; and four, of which two ranks have two each to take one after the other.
+STEPS = [("llama", settings) for settings in CASES] + [("gpt2", settings) for settings in (CASES[0], HEAD_GROUPS)]
+SEQ_LEN, BATCH = 40, 2
+
+
+def stepped(degrees: dict[str, int], folder: str) -> list[dict[str, Any]]:
+    """What this rank holds and moves in a step of each case."""
+    mesh = trunkline.init_mesh(**degrees)
+    ids = tokens(BATCH, SEQ_LEN)
+    found = []
+    for family, settings in STEPS:
+        model = build(family, torch.float32)
+        disk = {"disk": folder} if "device_budget" in settings else {}
+        trunkline.stream(model, mesh=mesh, **settings, **disk)
+        model(input_ids=ids, labels=ids).loss.backward()
+        meters = trunkline.read_meters(model)
+        moved = {lane: traffic.moved for lane, traffic in meters.lanes.items()}
+        found.append({"peaks": meters.peaks, "moved": moved})
+    return found
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_bytes_and_peaks_are_those_of_the_ranks(axis: str, tmp_path: Any) -> None:
+    first, second = run(2, stepped, {axis: 2}, str(tmp_path))
+    for (family, settings), real, other in zip(STEPS, first, second, strict=True):
+        disk = {"disk": tmp_path} if "device_budget" in settings else {}
+        said = rehearse(build(family, torch.float32), SEQ_LEN, batch_size=BATCH, degrees=Degrees(**{axis: 2}),
+                        spread=Spread(zero=0), **settings, **disk)  # fmt: skip
+        assert {"peaks": said.peaks, "moved": said.moved} == real == other, (family, settings)
+        assert said.moved["comm"] > 0
+        assert (said.moved["stash"] > 0) == bool(disk)
