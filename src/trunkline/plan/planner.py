@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trunkline.attention.pieces import SPAN
 from trunkline.config import StreamConfig
 from trunkline.parallel.mesh import Degrees, heads_of
 from trunkline.plan import tensors
@@ -167,13 +166,11 @@ class Planner:
 
     def room(self, task: Task, choice: Choice) -> Room:
         """What a choice leaves to the engine's stores."""
-        # What a kernel needs for the gradients of keys grows with them, up to the longest span that it is given at once.
-        length = max(_PROBE * choice.chunk_size, min(task.context, SPAN) + choice.chunk_size)
         given = repr((task.optimizer, sorted(task.fixed.items())))
-        key = choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp, length, given
+        key = choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp, given
         if key not in self._rooms:
             probe = rehearse(
-                self._blank, length, batch_size=max(task.batch_size // choice.degrees.dp, 1),
+                self._blank, _PROBE * choice.chunk_size, batch_size=max(task.batch_size // choice.degrees.dp, 1),
                 device=self._machine.hardware.device_type, degrees=choice.degrees, spread=choice.spread,
                 optimizer=task.optimizer, chunk_size=choice.chunk_size, **_other(task),
             )  # fmt: skip
