@@ -69,7 +69,7 @@ def test_products_and_attention_over_their_rates(keep: tuple[str, ...], forwards
 
 
 def test_bytes_over_their_rate() -> None:
-    """Where only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter are among it."""
+    """Where only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter, too."""
     slow = step(memory=memory(1e6), optimizer=AdamW())
     assert slow.seconds == pytest.approx(2 * step(memory=memory(2e6), optimizer=AdamW()).seconds, rel=1e-3)
     name, begin, end = slow.phases[-1]
@@ -104,7 +104,7 @@ def test_a_slow_link_is_waited_for() -> None:
 
 
 def test_double_buffering_hides_what_one_buffer_exposes() -> None:
-    """Where a move takes less than a kernel, some fetches are still waited for with one buffer, next to none with two."""
+    """Where moves take no longer than kernels: with one buffer nearly all are waited for, with two next to none."""
     exposed = {}
     for prefetch in (1, 2):
         found = step(link=link(1e9), kernel_seconds=1e-6, prefetch=prefetch, **LEAN)
@@ -114,7 +114,7 @@ def test_double_buffering_hides_what_one_buffer_exposes() -> None:
 
 
 def test_two_directions_share_a_link() -> None:
-    """At half the speed while both are busy, and both nearly always are, a step takes longer, and at most twice as long."""
+    """At half the speed while both are busy, which is nearly always: longer, and at most twice as long."""
     alone, shared = (step(link=link(1e6, both), **LEAN) for both in (1e6, 5e5))
     assert 1.2 * alone.seconds < shared.seconds <= 2 * alone.seconds
     assert sum(shared.busy.values()) > sum(alone.busy.values())

@@ -1,4 +1,4 @@
-"""Parameters over ranks that are not there: what is gathered and reduced, how long that takes, and what a rank holds."""
+"""Parameters over ranks that are not there: what is gathered and reduced, how long it takes, what a rank holds."""
 
 from __future__ import annotations
 
