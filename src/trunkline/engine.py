@@ -319,10 +319,12 @@ def backward(run: Run, grad_output: Tensor) -> None:
         run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error(),
         decoder.present(None),
     ):  # fmt: skip
-        for group in layout.groups():
+        groups = list(layout.groups())
+        for group, below in zip(groups, [*groups[1:], None], strict=True):
             again.regenerate(run, group)
             for layer in reversed(group):
-                with decoder.present(layer, following=layer - 1 if layer > group.start else None):
+                first = None if below is None else below.start  # the next that is wanted, by a replay or a sweep
+                with decoder.present(layer, following=layer - 1 if layer > group.start else first):
                     backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)
                 run.sums.deliver(_owned(run, layer), decoder.reduced)
         if run.lowest == -1:

@@ -142,7 +142,6 @@ def test_what_is_refused() -> None:
     refused("batch_size=0", batch_size=0)
     for documents in ((3, 4), (3, 6), (8, 0), (9, -1), ()):
         refused("lengths of at least 1 token that are 8 together", documents=documents)
-    refused("tp=2: tensor parallelism is not rehearsed yet: use sp or cp", degrees=Degrees(tp=2))
     refused("sp=3 does not divide 4 query and 2 key/value heads", degrees=Degrees(sp=3))
     refused("dp=0: give a positive whole number", degrees=Degrees(dp=0))
     refused("hardware='a100-80': no such profile; there are a100-80g,", hardware="a100-80")

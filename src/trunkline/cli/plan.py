@@ -58,6 +58,8 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
     recipe = load_recipe(recipe_path, overrides, notice=lambda text: errors.print(text, style="dim"))
     if asked.write is not None and asked.write.exists():
         raise ValueError(f"--write: '{asked.write}' exists: give another file.")
+    if asked.tokens is not None and asked.tokens < 1:
+        raise ValueError(f"--tokens {asked.tokens}: give a positive number of tokens.")
     machine = _machine(asked)
     with Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors,
              transient=True, disable=not sys.stderr.isatty()) as bar:  # fmt: skip

@@ -40,6 +40,7 @@ from trunkline.plan.sharding import Spread, VirtualSharding
 from trunkline.plan.speeds import speeds_of
 from trunkline.plan.states import AdamW, States, states_of
 from trunkline.run import Run
+from trunkline.structure import Unsupported
 from trunkline.tiers.account import TIERS
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.stores import Tiers
@@ -98,7 +99,12 @@ def rehearse(
         rehearsing = Rehearsing(own, seq_len, batch_size, documents, device=device, hardware=hardware,
                                 degrees=degrees, spread=spread or Spread(), drawn=drawn,
                                 settings=settings)  # fmt: skip
-        return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
+        try:
+            return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise Unsupported(
+                f"{type(own.model).__name__} cannot be rehearsed on tensors without contents: {error}"
+            ) from error
 
 
 class Rehearsing:

@@ -82,7 +82,13 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
         note = "note: tensor parallelism is rehearsed by `trunkline plan` only: memory is not checked beforehand."
         chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
         return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=note)
-    found = _rehearsed(recipe, config, job, device) if job.is_main else None
+    found = None
+    if job.is_main:
+        try:
+            found = _rehearsed(recipe, config, job, device)
+        except Unsupported as error:  # what cannot be streamed either is refused by stream(), with the reason
+            chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
+            found = Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
     if job.mesh is None:
         assert found is not None
         return found
@@ -93,11 +99,7 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
 def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Preflight:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    try:
-        blank = Blank.of(model.train())
-    except Unsupported as error:  # what cannot be streamed either is refused by stream(), with the reason
-        chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-        return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
+    blank = Blank.of(model.train())
     hardware = profile_of(device)
     if hardware is not None and job.world_size > 1 and hardware.intra is None:
         hardware = None  # it was measured alone: times of several would be guesses
@@ -108,6 +110,8 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> P
         try:
             fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
             _check(recipe, fitting[chunk], free, chunk)
+        except Unsupported:
+            raise
         except ValueError as error:
             fitting.pop(chunk, None)
             first = first or (error if isinstance(error, RecipeError) else RecipeError(str(error)))
