@@ -1,0 +1,305 @@
+"""What every letter of `claims.py` stands on: models without contents, one way to rehearse each side, and the table.
+
+Nothing is set for a row alone: the chunk follows from the length, everything else from the two functions here that
+rehearse, `ours` and `alone`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from trunkline.parallel.mesh import Degrees, heads_of
+from trunkline.plan.blank import Blank
+from trunkline.plan.choices import Machine, Task, meshes
+from trunkline.plan.hardware import load
+from trunkline.plan.planner import DoesNotFit, Planner
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.results import Rehearsal
+from trunkline.plan.sharding import Spread
+from trunkline.plan.states import AdamW
+from trunkline.train.presets import PRESETS
+
+K, M, GIB = 2**10, 2**20, 2**30
+WHOLE_LOGITS = 2**62
+FITS = "it fits."  # what Planner.why_not says then
+_POSITIONS = 64 * M
+
+ASSUMED = [
+    "Rehearsed, not run: the real engine on tensors without contents, timed with the figures of "
+    "trunkline.plan.hardware as they stand. K is 1,024 tokens, M is 1,048,576.",
+    "GPTs have the widths of trunkline.train.presets with rotary positions (GPT-NeoX without the parallel residual, "
+    "tied head, 50,257 words): a learned table of millions of positions would itself be billions of parameters. Llama "
+    "3 has 128,256 words.",
+    "bf16; AdamW with float32 masters and gradients. Several devices: one sequence over all of them (Ulysses as far as "
+    "the heads go, keys and values gathered beyond), ZeRO-3 with float32 parts. One device: parameters, gradients and "
+    "optimizer offloaded to host memory, unless said otherwise.",
+    "A device has 96% of its memory less 1.5 GiB, a node 90% of its host memory. 'Alone' is checkpointing without "
+    "chunks: each layer replayed from its input, which stays on the device; logits in tiles, or whole where it "
+    "says so.",
+    "MFU counts causal attention exactly and nothing that is computed again; HFU counts what the devices do; 'talk' is "
+    "4/3 of MFU: FPDT's convention, which counts forward twice whether or not attention runs twice.",
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One letter's table.
+
+    Attributes:
+        letter: of the claim.
+        title: what it asks.
+        columns: of the table.
+        rows: cells, as text.
+        assumed: beyond `ASSUMED`.
+        notes: what is derived rather than rehearsed, and what cannot be rehearsed.
+        figures: the numbers behind the rows.
+    """
+
+    letter: str
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    assumed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rehearsal, or why there is none.
+
+    Attributes:
+        why: it does not fit; empty where it does.
+        seconds: of a step.
+        rate: tokens a second of a device.
+        mfu: causal, recomputation not counted.
+        hfu: recomputation counted.
+        device: most bytes that a device holds.
+        room: that it has.
+        host: most bytes of host memory, of a node.
+        waits: share of the step in which compute waits for a lane.
+        chunk: tokens.
+        keep: what is kept.
+        every: inputs_every.
+    """
+
+    why: str = ""
+    seconds: float = 0.0
+    rate: float = 0.0
+    mfu: float = 0.0
+    hfu: float = 0.0
+    device: int = 0
+    room: int = 0
+    host: int = 0
+    waits: float = 0.0
+    chunk: int = 0
+    keep: tuple[str, ...] = ()
+    every: int = 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether it could run."""
+        return not self.why and self.device <= self.room
+
+    @property
+    def verdict(self) -> str:
+        """For a table."""
+        if self.why:
+            return "no"
+        return "yes" if self.fits else f"no, {(self.device - self.room) / GIB:,.1f} GiB over"
+
+    @property
+    def speeds(self) -> list[str]:
+        """MFU, in the talk's convention, HFU."""
+        if self.why:
+            return ["", "", ""]
+        return [f"{self.mfu:.1%}", f"{self.mfu * 4 / 3:.1%}", f"{self.hfu:.1%}"]
+
+    @property
+    def bytes(self) -> list[str]:
+        """GiB of a device and of a node's host memory."""
+        return ["", ""] if self.why else [f"{self.device / GIB:,.1f}", f"{self.host / GIB:,.0f}"]
+
+    @property
+    def kept(self) -> str:
+        """What is kept, for a table."""
+        return kept(self.keep, self.every)
+
+    def figures(self, **what: Any) -> dict[str, Any]:
+        """For the file."""
+        return {**what, **dataclasses.asdict(self), "fits": self.fits}
+
+
+def kept(keep: Sequence[str], every: int) -> str:
+    """What is kept, in words."""
+    own = " + ".join(keep) or "nothing"
+    return own if every == 1 else f"{own}, every {every}th input"
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def model_of(name: str) -> Blank:
+    """A preset without contents."""
+    return Blank.of(_built(name))
+
+
+@cache
+def lora_of(name: str) -> Blank:
+    """The same with adapters of rank 16 on all linear layers, and nothing else trained."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model = get_peft_model(_built(name), LoraConfig(r=16, target_modules="all-linear"))
+    return Blank.of(model)
+
+
+def _built(name: str) -> Any:
+    fields = dict(PRESETS[name].fields)
+    with torch.device("meta"):
+        if PRESETS[name].model_type == "gpt2":
+            width = fields["n_embd"]
+            config = GPTNeoXConfig(
+                vocab_size=50_257, hidden_size=width, num_hidden_layers=fields["n_layer"],
+                num_attention_heads=fields["n_head"], intermediate_size=4 * width, max_position_embeddings=_POSITIONS,
+                use_parallel_residual=False, tie_word_embeddings=True,
+            )  # fmt: skip
+            return GPTNeoXForCausalLM(config).to(torch.bfloat16)
+        config = LlamaConfig(**fields, vocab_size=128_256, max_position_embeddings=_POSITIONS)
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def billions(blank: Blank) -> float:
+    """Parameters."""
+    return sum(p.numel() for p in blank.model.parameters()) / 1e9
+
+
+# -- rehearsing --------------------------------------------------------------------------------------------------------
+
+
+def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Machine:
+    """A machine of a profile's devices; host memory of a node is the profile's unless given."""
+    hardware = load(name, attention=attention)
+    return Machine(hardware, devices, host or hardware.host_bytes or 0)
+
+
+def mesh_of(blank: Blank, machine: Machine) -> Degrees:
+    """All devices on one sequence."""
+    return next(meshes(Task(1), machine, heads_of(blank.model)[0], one_sequence=True))
+
+
+def spread_of(machine: Machine) -> Spread:
+    """ZeRO-3 over several devices, offloaded on one."""
+    return Spread(zero=3, dtype=torch.float32, offload=machine.devices == 1)
+
+
+def chunk_of(length: int, chunks: int = 32) -> int:
+    """The power of two that cuts a sequence into at most so many chunks, and no less than 16K."""
+    size = 16 * K
+    while length > chunks * size:
+        size *= 2
+    return size
+
+
+def task_of(
+    blank: Blank, machine: Machine, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
+    **fixed: Any,
+) -> Task:  # fmt: skip
+    """Chunks as we run them."""
+    settings = {"chunk_size": chunk or chunk_of(length), "keep": tuple(keep), "inputs_every": every, **fixed}
+    return Task(length, fixed=settings, degrees=mesh_of(blank, machine), spread=spread_of(machine))
+
+
+def ours(planner: Planner, machine: Machine, task: Task) -> Run:
+    """A step as we run it, with budgets that leave room for everything else."""
+    own = {"chunk": task.fixed["chunk_size"], "keep": task.fixed["keep"], "every": task.fixed["inputs_every"]}
+    try:
+        plan = planner.best(task)
+    except DoesNotFit as error:
+        return Run(str(error), **own)
+    return _run(plan.rehearsal, machine, **own)
+
+
+def first_that_fits(planner: Planner, blank: Blank, machine: Machine, length: int) -> Run:
+    """Attention kept, with the inputs of as many layers as there is room for; nothing kept where there is for none."""
+    run = Run("nothing was tried")
+    for keep, every in ((("attention",), 1), (("attention",), 4), (("attention",), 8), ((), 1), ((), 4)):
+        task = task_of(blank, machine, length, keep, every)
+        if planner.why_not(task) == FITS:
+            return ours(planner, machine, task)
+        run = Run(planner.why_not(task), keep=keep, every=every)
+    return run
+
+
+def alone(
+    blank: Blank, machine: Machine, length: int, *, whole_logits: bool = False, timed: bool = True, degrees: Any = None
+) -> Run:
+    """A step by checkpointing (and Ulysses) alone: one chunk, everything on the device."""
+    head: dict[str, Any] = {"head_bytes": WHOLE_LOGITS} if whole_logits else {}
+    try:
+        found = rehearse(
+            blank, length, device=machine.hardware.device_type, hardware=machine.hardware if timed else None,
+            degrees=degrees or mesh_of(blank, machine), spread=spread_of(machine), optimizer=AdamW(), chunk_size=length,
+            keep=(), **head,
+        )  # fmt: skip
+    except ValueError as error:  # one chunk has more elements than a kernel may be given
+        return Run(str(error), chunk=length)
+    return _run(found, machine, chunk=length)
+
+
+def _run(found: Rehearsal, machine: Machine, **own: Any) -> Run:
+    device, host = (sum(found.memory[tier].values()) for tier in ("device", "host"))
+    memory: dict[str, Any] = {"device": device, "room": machine.device_room, "host": host * machine.here}
+    step = found.step
+    if step is None:
+        return Run(**memory, **own)
+    return Run(seconds=step.seconds, rate=step.tokens_per_second, mfu=step.mfu or 0.0, hfu=step.hardware_utilisation,
+               waits=sum(step.exposed.values()) / step.seconds, **memory, **own)  # fmt: skip
+
+
+def longest(fits: Callable[[int], bool], begin: int = 16 * K, finest: int = 32) -> int:
+    """The longest length that fits, to one part in `finest`; 0 where not even the first does."""
+    if not fits(begin):
+        return 0
+    low = begin
+    while fits(2 * low):
+        low *= 2
+    step = low // 2
+    while step >= max(low // finest, K):
+        if fits(low + step):
+            low += step
+        step //= 2
+    return low
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def tokens(count: float) -> str:
+    """In K or M."""
+    if count >= M:
+        return f"{count / M:.3g}M"
+    return f"{count / K:.3g}K"
+
+
+def duration(seconds: float) -> str:
+    """For people."""
+    if seconds >= 36_000:
+        return f"{seconds / 3_600:,.1f} h"
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def markdown(answer: Answer) -> str:
+    """The table for a page."""
+    lines = ["| " + " | ".join(answer.columns) + " |", "| --- |" + " ---: |" * (len(answer.columns) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in answer.rows]
+    own = [f"- Assumed: {text}" for text in answer.assumed] + [f"- {text}" for text in answer.notes]
+    return "\n".join([f"## {answer.letter}. {answer.title}", "", *lines, "", *own, ""])

@@ -1,0 +1,130 @@
+"""Letter f of `claims.py`: what FPDT, UPipe and Ulysses published, beside rehearsals of the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from _claims import (
+    GIB,
+    Answer,
+    K,
+    M,
+    Run,
+    alone,
+    first_that_fits,
+    machine_of,
+    model_of,
+    ours,
+    task_of,
+    tokens,
+)  # fmt: skip
+
+from trunkline.flops import attention_flops, linear_flops_per_token
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.planner import Planner
+from trunkline.plan.sweet_spot import DIRECTIONS
+
+# FPDT's figures (arXiv 2408.16978, read off): model, devices, tokens, MFU in its convention.
+_FPDT = (
+    ("llama-3-8b", 8, 4 * M, "55.7%"),
+    ("llama-3-8b", 4, 2 * M, "about 58%"),
+    ("gpt-7b", 4, 2 * M, "about 58%"),
+    ("gpt-2.7b", 2, M, "40.5%"),
+    ("gpt-13b", 8, 3 * M, "56%"),
+    ("gpt-30b", 16, 3 * M, "50%"),
+    ("llama-3-70b", 32, 4 * M, "54%"),
+)
+_ULYSSES = (
+    ("llama-3-8b", 4, 128 * K, "45%", False),
+    ("llama-3-8b", 4, 256 * K, "48%", False),
+    ("llama-3-8b", 8, 512 * K, "47.2%", True),
+)
+# Tokens a second of a device on 8 x H100 with FlashAttention 3: FPDT, UPipe, Ulysses, as UPipe's authors measured them.
+_UPIPE = {
+    128 * K: (1172, 2281, 2320), 256 * K: (885, 1487, 1504), 512 * K: (621, 867, 879), M: (382, 473, 475),
+    2 * M: (220, 246, 246), 3 * M: (153, 166, 162), 4 * M: (120, 126, None), 5 * M: (None, 98, None),
+}  # fmt: skip
+
+
+def peers(out: Path) -> Answer:
+    """f: published and rehearsed."""
+    rows, figures = [], []
+    for name, devices, length, published, offloaded in _ULYSSES:
+        blank, machine = model_of(name), machine_of("a100-80g", devices)
+        if offloaded:
+            run = ours(Planner(blank, machine), machine, task_of(blank, machine, length, (), chunk=length))
+        else:
+            run = alone(blank, machine, length)
+        what = f"Ulysses, checkpointing{', offloaded' if offloaded else ''}"
+        rows.append(_mfu_row(f"{name}, {devices} A100", length, f"{what}: {published}", run, "alone"))
+        figures.append(run.figures(model=name, devices=devices, length=length, published=published))
+    for name, devices, length, published in _FPDT:
+        blank, machine = model_of(name), machine_of("a100-80g", devices)
+        planner = Planner(blank, machine)
+        lean = ours(planner, machine, task_of(blank, machine, length, ()))
+        best = first_that_fits(planner, blank, machine, length)
+        for run in (lean, *([best] if best.keep != lean.keep else [])):
+            rows.append(_mfu_row(f"{name}, {devices} A100", length, f"FPDT: {published}", run, f"ours, {run.kept}"))
+            figures.append(run.figures(model=name, devices=devices, length=length, published=published))
+    blank, machine = model_of("llama-3-8b"), machine_of("h100-sxm", 8, attention="fa3")
+    planner = Planner(blank, machine)
+    for length, (fpdt, upipe, ulysses) in _UPIPE.items():
+        plain = alone(blank, machine, length)
+        lean = ours(planner, machine, task_of(blank, machine, length, ()))
+        best = first_that_fits(planner, blank, machine, length)
+        tops = [ceiling(blank, machine.hardware, length, forwards) for forwards in (2, 1)]
+        words = [f"{each:,}" if each else "-" for each in (fpdt, upipe, ulysses)]
+        said = f"FPDT {words[0]}, UPipe {words[1]}, Ulysses {words[2]}"
+        rows.append(["llama-3-8b, 8 H100, FA3", tokens(length), said,
+                     f"alone {_rate(plain)}; nothing kept {_rate(lean)}; {best.kept} {_rate(best)}", "",
+                     f"{best.mfu:.1%}", f"{best.mfu * 4 / 3:.1%}", f"{best.hfu:.1%}",
+                     f"{best.rate / max(fpdt or 0, upipe or 0, ulysses or 0):.2f} x best; ceilings "
+                     f"{tops[0]:,.0f} and {tops[1]:,.0f}"])  # fmt: skip
+        figures.append({"length": length, "published": {"fpdt": fpdt, "upipe": upipe, "ulysses": ulysses},
+                        "ulysses": plain.figures(), "nothing kept": lean.figures(), "ours": best.figures(),
+                        "ceilings": tops})  # fmt: skip
+    return Answer(
+        "f", "Peers: published and rehearsed",
+        ["model, machine", "tokens", "published (MFU in FPDT's convention, or tokens/s a device)", "rehearsed", "fits",
+         "MFU", "talk", "HFU", "more"], rows,
+        ["'talk' is what FPDT would call our MFU. Where attention is kept it runs once in our step and is counted "
+         "twice by that convention: 'talk' then exceeds HFU, and can exceed what a step that recomputes could reach.",
+         "Chunks: the power of two that makes at most 32, no less than 16K. On H100: FlashAttention 3. Ceilings: the "
+         "profile's fastest products and all-pairs attention alone, attention forward twice and once.",
+         "'alone' on H100 has no limit of memory: the published Ulysses computes the feed-forward in tiles and keeps "
+         "inputs in host memory, which changes bytes and hardly time."],
+        ["Not rehearsed: FPDT's rows with tensor parallelism (32K, 128K, 512K), and Ulysses with ZeRO-3 without "
+         "checkpointing (64K): the engine always replays."], figures,
+    )  # fmt: skip
+
+
+def _mfu_row(who: str, length: int, published: str, run: Run, how: str) -> list[str]:
+    more = "" if run.why else f"{run.device / GIB:,.1f} GiB HBM, {run.host / GIB:,.0f} GiB host, waits {run.waits:.1%}"
+    return [who, tokens(length), published, how, run.verdict, *run.speeds, more]
+
+
+def _rate(run: Run) -> str:
+    return "-" if run.why else f"{run.rate:,.0f}"
+
+
+def ceiling(blank: Any, hardware: Hardware, length: int, forwards: int) -> float:
+    """Tokens a second of a device that does nothing but its matrix products and its attention.
+
+    Args:
+        blank: the model.
+        hardware: whose rates count, those of large products and of attention where every token sees every other.
+        length: tokens.
+        forwards: how often the forward runs.
+    """
+    config = blank.model.config
+    dim = config.hidden_size // config.num_attention_heads
+    linear, attention = linear_flops_per_token(blank.model), attention_flops(blank.model, seq_len=length) / length
+    products = linear * (forwards + 2) / 3 / hardware.matmul_rate(torch.bfloat16, 8 * K, 8 * K, 8 * K)
+    seen = attention / 3
+    forward, backward = (
+        hardware.attention_rate(way, torch.bfloat16, dim, 32 * K, 32 * K, causal=False) for way in DIRECTIONS
+    )
+    # A flash kernel computes scores again in its backward: 2.5 times forward's work, of which 2 are counted.
+    return 1 / (products + seen * (forwards / forward + 2.5 / backward))
