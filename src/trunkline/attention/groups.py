@@ -154,21 +154,28 @@ class HeadGroupsCore:
         rising, falling = range(len(self.chunks)), range(len(self.chunks) - 1, -1, -1)
         dsinks = []
         for number, group in enumerate(self._groups):
-            core = self._core()
-            for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
-                core.put(chunk, k, v)
-            kept = self._read(group, ("q", "do", "o", "lse"), falling, take=True)
-            for chunk, q, do, o, lse in kept:
-                gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
-                sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
-                if sinks is not None:
-                    dsinks.append((number, sinks_gradient(do, o, lse, sinks)))
-                for kind, gradient in zip(("q", "k", "v"), gradients, strict=True):
-                    group[kind].stash(chunk.index, gradient.to(q.dtype))
+            dsinks += self._differentiate(number, group, rising, falling)
         if dsinks:
             groups = [[x for n, x in dsinks if n == number] for number in range(len(self._groups))]
             self._dsinks = torch.cat([torch.stack(each).sum(0) for each in groups])
         return True
+
+    def _differentiate(
+        self, number: int, group: dict[str, ChunkedSequence], rising: range, falling: range
+    ) -> list[tuple[int, Tensor]]:
+        """Of one group, whose sums are gone afterwards: gradients of the last chunk are views of them."""
+        dsinks = []
+        core = self._core()
+        for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
+            core.put(chunk, k, v)
+        for chunk, q, do, o, lse in self._read(group, ("q", "do", "o", "lse"), falling, take=True):
+            gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
+            sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
+            if sinks is not None:
+                dsinks.append((number, sinks_gradient(do, o, lse, sinks)))
+            for kind, gradient in zip(("q", "k", "v"), gradients, strict=True):
+                group[kind].stash(chunk.index, gradient.to(q.dtype, copy=True))  # not a view of the sums
+        return dsinks
 
     def clear(self) -> None:
         """Hold nothing any longer."""

@@ -102,13 +102,16 @@ def plan_command(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe with the plan's settings.")
     ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Attention kernel whose figures count, such as fa3; default: the profile's.")
+    ] = None,
 ) -> Job:
     """Say whether a recipe fits a machine, with which settings it is fastest, and what it costs."""
 
     def job() -> int:
         from trunkline.cli.plan import Asked, run_plan
 
-        asked = Asked(hardware, gpus, host_memory, scratch, max_length, tokens, as_json, write)
+        asked = Asked(hardware, gpus, host_memory, scratch, max_length, tokens, as_json, write, attention)
         return run_plan(*split_arguments(arguments), asked)
 
     return job

@@ -20,6 +20,7 @@ from trunkline.plan.planner import DoesNotFit, Plan, Planner
 from trunkline.tiers.account import in_units, parse_bytes
 from trunkline.train.planning import blank_model, task_of, written
 from trunkline.train.recipe import Recipe
+from trunkline.train.run import count_text
 from trunkline.train.settings import dump_recipe, load_recipe
 
 
@@ -36,6 +37,7 @@ class Asked:
         tokens: of a run, whose cost is told; None for the recipe's steps.
         as_json: print JSON.
         write: file for the recipe with the plan's settings.
+        attention: kernel whose figures count, such as fa3; None is the profile's default.
     """
 
     hardware: str
@@ -46,6 +48,7 @@ class Asked:
     tokens: int | None = None
     as_json: bool = False
     write: Path | None = None
+    attention: str | None = None
 
 
 def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Asked) -> int:
@@ -60,6 +63,10 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
         raise ValueError(f"--write: '{asked.write}' exists: give another file.")
     if asked.tokens is not None and asked.tokens < 1:
         raise ValueError(f"--tokens {asked.tokens}: give a positive number of tokens.")
+    if asked.write is not None and asked.disk is not None and recipe.disk is None:
+        raise ValueError(
+            "--write with --scratch: set disk (in the recipe, or --disk FOLDER) to the folder of scratch files."
+        )
     machine = _machine(asked)
     with Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors,
              transient=True, disable=not sys.stderr.isatty()) as bar:  # fmt: skip
@@ -75,19 +82,27 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
             else:
                 console.print(f"does not fit: {error}", soft_wrap=True, highlight=False, markup=False)
             return 1
-    tokens = asked.tokens or recipe.tokens_per_step * recipe.steps
+    a_step = plan.task.context * plan.task.batch_size * plan.task.micro_batches
+    tokens = asked.tokens or a_step * recipe.steps
     if asked.as_json:
         console.print_json(json.dumps(record(plan, tokens)))
     else:
-        show(console, recipe, plan, tokens, longest=asked.max_length)
+        show(console, _described(recipe, planner.model), plan, tokens, longest=asked.max_length)
     if asked.write is not None:
         asked.write.write_text(dump_recipe(written(recipe, plan)), encoding="utf-8")
         errors.print(f"wrote {asked.write}", highlight=False)
     return 0
 
 
+def _described(recipe: Recipe, model: Any) -> str:
+    """The model for people: what it is called, and how large it turned out with the recipe's tokenizer."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    words = model.config.get_text_config().vocab_size
+    return f"{recipe.model.preset or recipe.model.path} ({count_text(count)} parameters, vocabulary {words:,})"
+
+
 def _machine(asked: Asked) -> Machine:
-    hardware = load(asked.hardware)
+    hardware = load(asked.hardware, attention=asked.attention)
     host = parse_bytes("host_memory", asked.host_memory)
     if host is None and hardware.host_bytes is None:
         raise ValueError(
@@ -111,7 +126,7 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "fits": True,
         "hardware": f"{plan.machine.devices} x {plan.machine.hardware.title}",
         "context": plan.task.context,
-        "settings": {**plan.choice.settings, "device_budget": plan.room.device, "host_budget": plan.room.host},
+        "settings": plan.settings,
         "parallel": {
             "dp": plan.choice.degrees.dp,
             "sp": plan.choice.degrees.sp,
@@ -126,6 +141,11 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "mfu_recompute_counted": step.hardware_utilisation,
         "peaks": {tier: sum(parts.values()) for tier, parts in rehearsal.memory.items()},
         "holders": rehearsal.memory,
+        "capacity": {
+            "device": plan.machine.device_room,
+            "host": plan.machine.host_room,
+            "disk": plan.machine.disk_room,
+        },
         "exposed": step.exposed,
         "moved": rehearsal.moved,
         "tokens": tokens,
@@ -134,12 +154,12 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
     }
 
 
-def show(console: Console, recipe: Recipe, plan: Plan, tokens: int, *, longest: bool) -> None:
+def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool) -> None:
     """A plan for people.
 
     Args:
         console: where.
-        recipe: what was planned.
+        model: what is trained.
         plan: the plan.
         tokens: of the run whose cost is told.
         longest: whether the context was looked for.
@@ -153,7 +173,7 @@ def show(console: Console, recipe: Recipe, plan: Plan, tokens: int, *, longest: 
     mfu = "MFU not countable"
     if step.mfu is not None:
         mfu = f"MFU {step.mfu:.1%} (recomputation counted: {step.hardware_utilisation:.1%})"
-    say(f"{recipe.model.preset or recipe.model.path} on {machine.devices} x {machine.hardware.title}", "bold")
+    say(f"{model} on {machine.devices} x {machine.hardware.title}, attention {machine.hardware.attention}", "bold")
     say(f"{'longest context' if longest else 'fits'}: {plan.task.context:,} tokens x {plan.task.batch_size}", "green")
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
     say(f"with: {plan.choice}")
@@ -176,9 +196,12 @@ def show(console: Console, recipe: Recipe, plan: Plan, tokens: int, *, longest: 
     moved = [f"{lane} {in_units(nbytes)}" for lane, nbytes in plan.rehearsal.moved.items() if nbytes]
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
-    budgets = [f"device_budget {in_units(room.device)}", f"host_budget {in_units(room.host)}" if room.host else ""]
-    say(f"budgets of stream(): {', '.join(filter(None, budgets))}")
+    needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.rehearsal.reserved.items() if nbytes]
+    budgets = [f"device_budget {in_units(room.device)}", *needed]
+    say(f"budgets of stream(): {', '.join(budgets)}")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
+    if plan.others:
+        say("also rehearsed, and slower:")
     for choice, seconds in sorted(plan.others, key=lambda other: other[1]):
         say(f"  {seconds / step.seconds:.3f} x the time with {choice}", "dim")
 

@@ -352,7 +352,8 @@ class Sharding:
         name = self._names.get(parameter, "")  # none for what was added to a model that is whole
         whole = self._wholes[name] if self._sharded else Whole.of(parameter)
         if total is None:
-            local = torch.zeros(whole.shape, dtype=self._reduce_dtype, device=self.device)
+            dtype = torch.float64 if parameter.dtype == torch.float64 else self._reduce_dtype  # as those of other ranks
+            local = torch.zeros(whole.shape, dtype=dtype, device=self.device)
         elif isinstance(total, DTensor):
             local = total.redistribute(placements=whole.placements).to_local()
         else:

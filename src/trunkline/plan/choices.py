@@ -89,6 +89,7 @@ class Task:
             choice may take.
         degrees: of the mesh, where it is given.
         spread: of parameters, where it is given.
+        micro_batches: of a step.
     """
 
     context: int
@@ -97,6 +98,7 @@ class Task:
     fixed: dict[str, Any] = field(default_factory=dict)
     degrees: Degrees | None = None
     spread: Spread | None = None
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ _PLACEHOLDERS = {
 _DATE = re.compile(r"[0-9]{4}(-[0-9]{2}){0,2}")
 
 
+class NoFigures(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
+    """A profile knows nothing of what is asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Rule:
     """A figure, or several alike: `path` with placeholders, and the unit of its value or of its samples' columns."""

@@ -64,7 +64,8 @@ def _kind(func: Any) -> _Kind:
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     aliased = any(r.alias_info is not None for r in returns)
     in_place = len(returns) == 1 and aliased and bool(written) and written[0] and not any(written[1:])
-    is_method = in_place and func._schema.name.endswith("_") and not func._schema.name.endswith("resize_")
+    keeps_shape = torch.Tag.inplace_view not in func.tags and not func._schema.name.endswith("resize_")
+    is_method = in_place and func._schema.name.endswith("_") and keeps_shape
     return _Kind(bool(returns) and not aliased and not any(written), is_method)
 
 

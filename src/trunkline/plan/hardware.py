@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from trunkline.plan import own
-from trunkline.plan.figures import LANES, check, figure, is_figure, leaves, merge, points, to_toml
+from trunkline.plan.figures import LANES, NoFigures, check, figure, is_figure, leaves, merge, points, to_toml
 from trunkline.plan.rates import Direction, MemoryKind, Rates
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Disk",
     "Hardware",
     "Link",
+    "NoFigures",
     "figure",
     "load",
     "names",

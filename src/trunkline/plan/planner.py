@@ -71,6 +71,11 @@ class Plan:
     rehearsal: Rehearsal
     others: tuple[tuple[Choice, float], ...] = ()
 
+    @property
+    def excess(self) -> int:
+        """Bytes of the rehearsed peak that the device has no room for; negative where some is left."""
+        return sum(self.rehearsal.memory["device"].values()) - self.machine.device_room
+
     def gpu_hours(self, tokens: int) -> float:
         """Device hours that a run of so many tokens takes."""
         assert self.rehearsal.step is not None
@@ -79,8 +84,8 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `trunkline.stream` on each rank, budgets included; `disk` is left to the user."""
-        host = {"host_budget": self.room.host} if self.room.host else {}
-        return {**self.task.fixed, **self.choice.settings, "device_budget": self.room.device, **host}
+        budgets = {f"{tier}_budget": nbytes for tier, nbytes in self.rehearsal.reserved.items() if nbytes}
+        return {**self.task.fixed, **self.choice.settings, "device_budget": self.room.device, **budgets}
 
 
 class Planner:
@@ -98,12 +103,18 @@ class Planner:
         self._num_heads = heads_of(self._blank.model)[0]
         self._rooms: dict[tuple[Any, ...], Room] = {}
 
+    @property
+    def model(self) -> Any:
+        """The model, whole and without contents."""
+        return self._blank.model
+
     def best(self, task: Task) -> Plan:
         """The fastest choice that fits.
 
         Raises:
             DoesNotFit: none does.
         """
+        self._check_degrees(task)
         with self._cut(task):
             return self._best(task)
 
@@ -130,6 +141,7 @@ class Planner:
         Raises:
             DoesNotFit: not even a thousand tokens do.
         """
+        self._check_degrees(task)
         with self._cut(task):
             return self._longest(task, timed=timed)
 
@@ -144,7 +156,13 @@ class Planner:
                         self._tell(f"{best[0]:,} tokens with {best[1]}")
         if best is None:
             raise DoesNotFit(self.why_not(longer(task, 1_024)))
-        return self._plan(longer(task, best[0]), best[1], timed=timed)
+        length, choice = best
+        while True:
+            plan = self._plan(longer(task, length), choice, timed=timed)
+            if plan.excess <= 0 or length < 2_048:
+                return plan
+            # What a device holds beside the stores was more than the probe of a short step showed.
+            length = length * 15 // 16 // 1_024 * 1_024
 
     @contextlib.contextmanager
     def _cut(self, task: Task) -> Iterator[None]:
@@ -155,6 +173,10 @@ class Planner:
                 yield
             finally:
                 self._blank = whole
+
+    def _check_degrees(self, task: Task) -> None:
+        if task.degrees is not None:
+            task.degrees.check_world(self._machine.devices)
 
     def why_not(self, task: Task) -> str:
         """Why nothing fits: what the leanest choice lacks."""
@@ -172,10 +194,13 @@ class Planner:
             probe = rehearse(
                 self._blank, _PROBE * choice.chunk_size, batch_size=max(task.batch_size // choice.degrees.dp, 1),
                 device=self._machine.hardware.device_type, degrees=choice.degrees, spread=choice.spread,
-                optimizer=task.optimizer, chunk_size=choice.chunk_size, **_other(task),
+                optimizer=task.optimizer, micro_batches=task.micro_batches, chunk_size=choice.chunk_size,
+                **_other(task),
             )  # fmt: skip
             ranks = choice.degrees.dp * choice.degrees.sp * choice.degrees.cp
-            states = states_of(self._blank.model, choice.spread, ranks, task.optimizer)
+            states = states_of(
+                self._blank.model, choice.spread, ranks, task.optimizer, micro_batches=task.micro_batches
+            )
             static = states.device.total()
             # The optimizer's own step needs room beside what is held, too, when no store is there any more.
             beyond = max(probe.beyond_stores, static + states.step)
@@ -239,13 +264,18 @@ class Planner:
                 sizes = [c for c in fitting if (c.keep, c.inputs_every) == (keep, every)]
                 before = min((seconds for _, seconds in found), default=float("inf"))
                 for choice in sizes[:3]:
-                    found.append(self._timed(task, choice))
+                    plan, seconds = self._timed(task, choice)
+                    if plan.excess <= 0:
+                        found.append((plan, seconds))
+                if not found:
+                    continue
                 plan, seconds = min(found, key=lambda each: each[1])
                 assert plan.rehearsal.step is not None
                 waits = sum(plan.rehearsal.step.exposed.values()) / seconds
                 if waits < _EXPOSED or seconds >= before:
                     break  # a leaner choice computes more, and there is nothing it could save
-            break  # what is spread further exchanges more
+            if found:
+                break  # what is spread further exchanges more
         return found
 
     def _fitting(self, task: Task, degrees: Degrees, spread: Spread) -> Iterator[Choice]:
@@ -263,7 +293,8 @@ class Planner:
 
     def _plan(self, task: Task, choice: Choice, *, timed: bool) -> Plan:
         rehearsing = self._rehearsing(task, choice, timed=timed)
-        rehearsal = rehearsing.result(backward=True, extrapolate=True, optimizer=task.optimizer)
+        rehearsal = rehearsing.result(backward=True, extrapolate=True, optimizer=task.optimizer,
+                                       micro_batches=task.micro_batches)  # fmt: skip
         return Plan(task, self._machine, choice, self.room(task, choice), rehearsal)
 
     def _longest_of(
@@ -279,20 +310,21 @@ class Planner:
                     return choice
             return None
 
-        low, choice = max(over + over // 32, 1_024), None
-        if (choice := fits(low)) is None:
+        low = -(-(over + over // 32) // 1_024) + 1  # in multiples of 1,024 tokens
+        choice = fits(low * 1_024)
+        if choice is None:
             return None
         high = 2 * low
-        while (found := fits(high)) is not None:
+        while (found := fits(high * 1_024)) is not None:
             low, choice, high = high, found, 2 * high
-        while high - low > max(low // 32, 1_024):
-            middle = (low + high) // 2 // 1_024 * 1_024
-            found = fits(middle)
+        while high - low > max(low // 32, 1):
+            middle = (low + high) // 2
+            found = fits(middle * 1_024)
             if found is None:
                 high = middle
             else:
                 low, choice = middle, found
-        return low, choice
+        return low * 1_024, choice
 
 
 def _other(task: Task) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trunkline.lanes import Traffic
 from trunkline.lanes.clock import Clock, Job
 from trunkline.parallel.mesh import Degrees
 from trunkline.parallel.shared import Groups, Place, SharedSequence
-from trunkline.plan.hardware import Collective, Hardware
+from trunkline.plan.hardware import Collective, Hardware, NoFigures
 from trunkline.ranks import Agreement
 
 COMM = "comm"  # the lane, and the queue of the clock
@@ -60,7 +60,7 @@ def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -
     collective = hardware.intra if within else hardware.inter
     if collective is None:
         scope, where = ("intra", "within a node") if within else ("inter", "between nodes")
-        raise ValueError(
+        raise NoFigures(
             f"hardware profile {hardware.name!r} (devices_per_node {hardware.devices_per_node}) has no figures of "
             f"collectives {where}, which {span} ranks need: measure them with torchrun --nproc-per-node N -m trunkline "
             f"tune {'on one node' if within else 'on several nodes (or on one with as many ranks)'}, or give "

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from trunkline.plan.figures import NoFigures
+
 Direction = Literal["forward", "backward"]
 MemoryKind = Literal["copy", "pointwise", "transcendental", "reduction"]
 
@@ -169,8 +171,8 @@ class Rates:
         share = (computed - low) / (high - low)
         return head_dim / ((1 - share) * seconds[right - 1] + share * seconds[right])
 
-    def _unknown(self, dtype: torch.dtype, table: str, tables: Mapping[str, Any]) -> ValueError:
-        return ValueError(
+    def _unknown(self, dtype: torch.dtype, table: str, tables: Mapping[str, Any]) -> NoFigures:
+        return NoFigures(
             f"hardware profile {self._name!r} has no figures of {table} for {dtype}, only for {', '.join(tables)}: "
             "choose such a dtype, or a profile that has them."
         )

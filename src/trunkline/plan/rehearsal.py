@@ -41,7 +41,7 @@ from trunkline.plan.speeds import speeds_of
 from trunkline.plan.states import AdamW, States, states_of
 from trunkline.run import Run
 from trunkline.structure import Unsupported
-from trunkline.tiers.account import TIERS
+from trunkline.tiers.account import TIERS, TierName
 from trunkline.tiers.machines import tiers_for
 from trunkline.tiers.stores import Tiers
 
@@ -58,6 +58,7 @@ def rehearse(
     degrees: Degrees | None = None,
     spread: Spread | None = None,
     optimizer: AdamW | None = None,
+    micro_batches: int = 1,
     extrapolate: bool = True,
     drawn: bool = False,
     **settings: Any,
@@ -81,6 +82,8 @@ def rehearse(
         degrees: of a mesh of such devices; None for one device.
         spread: how parameters are spread over them; None as `trunkline.shard` does it by default.
         optimizer: whose state is held, and whose step is part of the time; None for none.
+        micro_batches: of a step, of which this is the last: gradients of earlier ones are held, and the optimizer's
+            time is shared.
         extrapolate: have layers that are alike stand for each other; False goes through all.
         drawn: keep what happened when, for a report.
         settings: of `trunkline.stream`.
@@ -100,7 +103,9 @@ def rehearse(
                                 degrees=degrees, spread=spread or Spread(), drawn=drawn,
                                 settings=settings)  # fmt: skip
         try:
-            return rehearsing.result(backward=backward, extrapolate=extrapolate, optimizer=optimizer)
+            return rehearsing.result(
+                backward=backward, extrapolate=extrapolate, optimizer=optimizer, micro_batches=micro_batches
+            )
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise Unsupported(
                 f"{type(own.model).__name__} cannot be rehearsed on tensors without contents: {error}"
@@ -135,7 +140,7 @@ class Rehearsing:
         self._device = _device(device, self._hardware, blank.device)
         self._config = StreamConfig(**{**settings, "progress": self._progress})
         world = degrees.dp * degrees.sp * degrees.cp
-        self._clock = Clock(speeds_of(self._hardware, world), drawn=drawn)
+        self._clock = Clock(speeds_of(self._hardware, world * degrees.tp), drawn=drawn)
         self._memory = DeviceMemory()
         self._tallies: dict[str, Tally] = {
             "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": Tally(), "disk": Tally(),
@@ -145,7 +150,7 @@ class Rehearsing:
         self._decoder.sharding = None
         self._sharding: VirtualSharding | None = None
         if spread.cuts(world) or world > 1:
-            replicas = wire(world, world, self._hardware, clock)
+            replicas = wire(world, world * degrees.tp, self._hardware, clock)
             self._sharding = self._decoder.sharding = VirtualSharding(
                 self._blank, self._decoder.layers, spread, replicas, clock, self._memory, self._tallies["host"]
             )
@@ -154,15 +159,19 @@ class Rehearsing:
             wire(degrees.tp, degrees.tp, self._hardware, clock) if degrees.tp > 1 else None,
         )  # fmt: skip
         self._recorder: Recorder | None = None
+        self._reserved: dict[TierName, int] = {}
         self._tiers = self._new_tiers()
 
-    def result(self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None) -> Rehearsal:
+    def result(
+        self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None, micro_batches: int = 1
+    ) -> Rehearsal:
         """Rehearse."""
         reaches = self._reaches
         with support.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
             seed, batch = draw_seed(), self._batch()
             full = self.placed(batch, seed)
             placement = full.stores.placement
+            self._reserved = {} if placement is None else dict(placement.beyond)
             units = layers.units_of(full.layout)
             kinds = layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
             stands = layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
@@ -173,10 +182,11 @@ class Rehearsing:
             segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
         order = _order(segments, units, stands)
         ranks = self._degrees.dp * self._degrees.sp * self._degrees.cp
-        states = states_of(self._blank, self._spread, ranks, optimizer if backward else None)
+        states = states_of(self._blank, self._spread, ranks, optimizer if backward else None,
+                           micro_batches=micro_batches)  # fmt: skip
         course = compose(order, {"device": states.device, BEYOND_STORES: states.device, "host": states.host,
                                  "disk": Counter()})  # fmt: skip
-        return self._rehearsal(course, states, backward=backward, optimizer=optimizer)
+        return self._rehearsal(course, states, backward=backward, optimizer=optimizer, micro_batches=micro_batches)
 
     def placed(self, batch: Batch | None = None, seed: int = 0) -> Run:
         """A forward before its first sweep, with everything in its place.
@@ -269,7 +279,9 @@ class Rehearsing:
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _rehearsal(self, course: Course, states: States, *, backward: bool, optimizer: AdamW | None) -> Rehearsal:
+    def _rehearsal(
+        self, course: Course, states: States, *, backward: bool, optimizer: AdamW | None, micro_batches: int
+    ) -> Rehearsal:
         numbers = course.numbers
         moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
         if self._degrees.sp * self._degrees.cp > 1:
@@ -279,12 +291,15 @@ class Rehearsing:
         memory["device"] |= {"activations of a chunk": rest}
         step = None
         if self._hardware is not None:
-            offload = self._spread.offload
-            tail = states.seconds(self._hardware, offload=offload) if backward and optimizer is not None else 0.0
-            step = self._step(course, tail, backward=backward)
+            tail = 0.0
+            if backward and optimizer is not None:
+                ranks = self._degrees.dp * self._degrees.sp * self._degrees.cp
+                tail = states.seconds(self._hardware, offload=self._spread.offload, devices=ranks)
+            step = self._step(course, tail / micro_batches, backward=backward)
         return Rehearsal(
             peaks={tier: course.engine.get(tier, 0) for tier in TIERS},
             moved=moved, memory=memory, step=step, beyond_stores=course.whole[BEYOND_STORES],
+            reserved=self._reserved,
         )  # fmt: skip
 
     def _step(self, course: Course, tail: float, *, backward: bool) -> Step:

@@ -68,6 +68,7 @@ class Rehearsal:
             and what a chunk's own computation takes. A library's own buffers are not among them.
         step: when; None without a hardware profile.
         beyond_stores: most bytes that the device holds beside the engine's stores.
+        reserved: bytes that the stores need in each tier beyond the device: the least budget there.
     """
 
     peaks: dict[TierName, int]
@@ -75,6 +76,7 @@ class Rehearsal:
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     step: Step | None = None
     beyond_stores: int = 0
+    reserved: dict[TierName, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """In units for people."""

@@ -46,14 +46,16 @@ class States:
     updated: int
     step: int
 
-    def seconds(self, hardware: Hardware, *, offload: bool) -> float:
-        """Of an optimizer step."""
+    def seconds(self, hardware: Hardware, *, offload: bool, devices: int = 1) -> float:
+        """Of an optimizer step, of so many devices at a time."""
         if offload:
-            return self.updated * hardware.devices_per_node / hardware.host_bandwidth
+            return self.updated * min(devices, hardware.devices_per_node) / hardware.host_bandwidth
         return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
 
 
-def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | None) -> States:
+def states_of(
+    model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | None, *, micro_batches: int = 1
+) -> States:
     """What one rank holds.
 
     Args:
@@ -61,11 +63,12 @@ def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | N
         spread: how it is spread over ranks.
         ranks: that it is spread over.
         optimizer: of its trained parameters; None for none.
+        micro_batches: of a step: with more than one, gradients of earlier ones are held through the last.
     """
     is_cut = spread.cuts(ranks)
     cut = ranks if is_cut else 1
     offload = spread.offload and is_cut
-    weights = moments = masters = updated = step = 0
+    weights = moments = masters = updated = step = earlier = 0
     for parameter in model.parameters():
         count = -(-local(parameter).numel() // cut)
         resting = (spread.dtype if is_cut and spread.dtype is not None else parameter.dtype).itemsize
@@ -77,8 +80,12 @@ def states_of(model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | N
         if size != resting:
             masters += count * size
         step += count * size
+        # Over ranks they wait to be reduced together, whole on each and in float32.
+        earlier += local(parameter).numel() * 4 if ranks > 1 else count * size
         # Gradient and parameter are read, both moments read and written, the parameter written; its image, too.
         updated += count * (8 * size + (resting if size != resting else 0))
     held = Counter({"parameters": weights, "optimizer": moments + masters})
+    if micro_batches > 1:
+        held["gradients of earlier micro-batches"] = 0 if offload else earlier
     held += Counter()  # nothing that is zero
     return States(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)

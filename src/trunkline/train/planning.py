@@ -44,7 +44,7 @@ def task_of(recipe: Recipe) -> Task:
     if parallel != ParallelSection():
         degrees = Degrees(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
     spread = None if degrees is None else spread_of(recipe)
-    return Task(recipe.context, recipe.batch_size, optimizer, fixed, degrees, spread)
+    return Task(recipe.context, recipe.batch_size, optimizer, fixed, degrees, spread, recipe.gradient_accumulation)
 
 
 def spread_of(recipe: Recipe) -> Spread:
@@ -56,14 +56,16 @@ def spread_of(recipe: Recipe) -> Spread:
 
 def written(recipe: Recipe, plan: Plan) -> Recipe:
     """A recipe with what a plan has chosen."""
-    degrees, spread, room = plan.choice.degrees, plan.choice.spread, plan.room
+    degrees, spread = plan.choice.degrees, plan.choice.spread
+    reserved = plan.rehearsal.reserved
     parallel = ParallelSection(dp=degrees.dp, sp=degrees.sp, cp=degrees.cp, tp=degrees.tp, zero=spread.zero,  # type: ignore[arg-type]
                                offload=spread.offload)  # fmt: skip
     changed: dict[str, Any] = {
         "context": plan.task.context, "chunk_size": plan.choice.chunk_size, "keep": plan.choice.keep,
-        "inputs_every": plan.choice.inputs_every, "device_budget": room.device, "host_budget": room.host or None,
+        "inputs_every": plan.choice.inputs_every, "device_budget": plan.room.device,
+        "host_budget": reserved.get("host") or None,
         "parallel": parallel,
     }  # fmt: skip
-    if room.disk and recipe.disk is not None:
-        changed |= {"disk_budget": room.disk}
+    if reserved.get("disk"):
+        changed["disk_budget"] = reserved["disk"]
     return Recipe.model_validate({**recipe.model_dump(), **changed, "parallel": parallel.model_dump()})

@@ -14,7 +14,7 @@ from trunkline.config import StreamConfig
 from trunkline.parallel import alarm
 from trunkline.plan.blank import Blank
 from trunkline.plan.free import free_bytes, profile_of, resident_bytes
-from trunkline.plan.hardware import Hardware
+from trunkline.plan.hardware import Hardware, NoFigures
 from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.results import Rehearsal
 from trunkline.plan.states import AdamW
@@ -101,11 +101,9 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> P
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
     blank = Blank.of(model.train())
     hardware = profile_of(device)
-    if hardware is not None and job.world_size > 1 and hardware.intra is None:
-        hardware = None  # it was measured alone: times of several would be guesses
     free = free_bytes(device, job.processes_here, recipe.disk)
     fitting: dict[int, Rehearsal] = {}
-    first: RecipeError | None = None
+    last: RecipeError | None = None
     for chunk in _sizes(recipe, device, timed=hardware is not None):
         try:
             fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
@@ -114,15 +112,18 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> P
             raise
         except ValueError as error:
             fitting.pop(chunk, None)
-            first = first or (error if isinstance(error, RecipeError) else RecipeError(str(error)))
-        if fitting and (hardware is None or len(fitting) == 2):
+            last = error if isinstance(error, RecipeError) else RecipeError(str(error))
+        if fitting and (len(fitting) == 2 or next(iter(fitting.values())).step is None):
             break
     if not fitting:
-        assert first is not None
-        raise first
+        assert last is not None
+        raise last
     chunk = min(fitting, key=lambda each: _seconds(fitting[each]))
+    note = ""
+    if recipe.chunk_size == "auto":
+        note = f"chunk_size auto: {chunk:,}, " + ("the faster that fits" if len(fitting) > 1 else "which fits")
     before = {"Python and its libraries": resident_bytes()} if device.type == "cpu" else {}
-    return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before)
+    return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
 
 
 def _seconds(rehearsal: Rehearsal) -> float:
@@ -142,11 +143,20 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
 def _step(
     recipe: Recipe, blank: Blank, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Rehearsal:
+    try:
+        return _rehearsed_step(recipe, blank, job, device, hardware, chunk)
+    except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
+        return _rehearsed_step(recipe, blank, job, device, None, chunk)
+
+
+def _rehearsed_step(
+    recipe: Recipe, blank: Blank, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+) -> Rehearsal:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
     return rehearse(
         blank, recipe.context, batch_size=recipe.batch_size // job.degrees.dp, device=device, hardware=hardware,
         degrees=job.degrees, spread=spread_of(recipe), optimizer=AdamW(recipe.optimizer.fp32_master),
-        **{**settings, "chunk_size": chunk},
+        micro_batches=recipe.gradient_accumulation, **{**settings, "chunk_size": chunk},
     )  # fmt: skip
 
 

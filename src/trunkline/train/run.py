@@ -77,6 +77,8 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
     ready = preflight(recipe, config, job, device) if recipe.preflight else Preflight(recipe)
     recipe = ready.recipe
+    if output is not None:
+        output.recipe = recipe
     if ready.note:
         display.note(ready.note)
     model, flops, attention_share = _model(recipe, config, device, job, display)
@@ -170,7 +172,7 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     ranks = f", {job.world_size} processes ({job.degrees}, zero={recipe.parallel.zero})" if job.world_size > 1 else ""
     ranks += ", offload" if recipe.parallel.offload else ""
     return [
-        f"trunkline {trunkline.__version__}: {name}, {_count_text(count)} parameters in {recipe.model.dtype} on "
+        f"trunkline {trunkline.__version__}: {name}, {count_text(count)} parameters in {recipe.model.dtype} on "
         f"{place}{ranks}",
         f"context {recipe.context:,} tokens (global), chunk_size {recipe.chunk_size}, "
         f"keep [{', '.join(recipe.keep)}], {samples}{accumulation} a step, {recipe.steps} steps",
@@ -187,7 +189,8 @@ def _title(recipe: Recipe, device: torch.device, job: Job) -> str:
     return f"{name}, {recipe.context:,} tokens in chunks of {chunk:,}, {count}{place}"
 
 
-def _count_text(count: int) -> str:
+def count_text(count: int) -> str:
+    """A number for people: 377.73K, 8.03B."""
     for suffix, unit in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= unit:
             return f"{count / unit:.2f}{suffix}"

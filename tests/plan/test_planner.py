@@ -1,0 +1,98 @@
+"""Plans on machines small enough that everything can be tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build
+from plan.profiles import constant
+
+from trunkline.parallel.mesh import Degrees
+from trunkline.plan.blank import Blank
+from trunkline.plan.choices import Machine, Task, chunk_sizes, kept, meshes
+from trunkline.plan.planner import DoesNotFit, Planner
+from trunkline.plan.sharding import Spread
+from trunkline.plan.states import AdamW
+
+MIB = 2**20
+BLANK = Blank.of(build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2))
+
+
+def machine(device_mib: float, *, devices: int = 1, host: int = 2**34) -> Machine:
+    """With so much memory on a device that can be used."""
+    hardware = constant(memory_bytes=int((device_mib * MIB + 3 * 2**29) / 0.96))
+    return Machine(hardware, devices, host)
+
+
+def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
+    planner = Planner(BLANK, machine(64))
+    plan = planner.best(Task(32_768))
+    assert plan.excess <= 0
+    assert plan.rehearsal.step is not None
+    assert plan.others
+    assert all(seconds >= plan.rehearsal.step.seconds for _, seconds in plan.others)
+    assert plan.rehearsal.peaks["device"] <= plan.room.device
+
+
+def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:
+    task = Task(32_768)
+    roomy, tight = (Planner(BLANK, machine(size)).best(task) for size in (256, 24))
+    assert sum(roomy.rehearsal.memory["device"].values()) > sum(tight.rehearsal.memory["device"].values())
+    assert tight.rehearsal.moved["stash"] > roomy.rehearsal.moved["stash"] == 0
+    with pytest.raises(DoesNotFit, match=r"needs .* before anything is kept .* too much with chunk"):
+        Planner(BLANK, machine(1)).best(task)
+
+
+def test_budgets_reserve_what_a_step_needs_and_no_more() -> None:
+    plan = Planner(BLANK, machine(24)).best(Task(32_768))
+    assert plan.settings["host_budget"] == plan.rehearsal.reserved["host"]
+    assert plan.rehearsal.peaks["host"] <= plan.settings["host_budget"] < 1.1 * plan.rehearsal.peaks["host"] + MIB
+
+
+@pytest.mark.parametrize("device_mib", [16, 24, 40])
+def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
+    """Bounded by host memory; it ends, whatever the sizes."""
+    small = machine(device_mib, host=64 * MIB)
+    plan = Planner(BLANK, small).longest(Task(4_096), timed=False)
+    assert plan.excess <= 0
+    assert plan.task.context % 1_024 == 0
+    more = Task(plan.task.context * 9 // 8 // 1_024 * 1_024 + 1_024)
+    planner = Planner(BLANK, small)
+    for keep, every in kept(more, 4):
+        for chunk in chunk_sizes(more, small.hardware):
+            choice = type(plan.choice)(Degrees(), plan.choice.spread, chunk, keep, every)
+            assert planner._lack(more, choice) is not None
+
+
+def test_what_is_given_is_not_chosen() -> None:
+    fixed = {"chunk_size": 4_096, "keep": (), "inputs_every": 2, "device_budget": 20 * MIB}
+    plan = Planner(BLANK, machine(256)).best(Task(16_384, fixed=fixed))
+    assert plan.choice.settings == {"chunk_size": 4_096, "keep": (), "inputs_every": 2}
+    assert plan.room.device == 20 * MIB
+
+
+def test_replicas_come_first_then_heads_then_rows() -> None:
+    task = Task(1_024, batch_size=4)
+    assert [(d.dp, d.sp, d.cp) for d in meshes(task, machine(64, devices=8), 4)] == [(4, 2, 1), (2, 4, 1), (1, 4, 2)]
+    with pytest.raises(ValueError, match="makes 2 ranks"):
+        Planner(BLANK, machine(64, devices=3)).best(Task(1_024, degrees=Degrees(sp=2), spread=Spread()))
+
+
+def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
+    planner = [Planner(BLANK, machine(64)).best(Task(4_096, micro_batches=n)) for n in (1, 2)]
+    held = [sum(p.rehearsal.memory["device"].values()) for p in planner]
+    count = sum(p.numel() for p in BLANK.model.parameters())
+    assert planner[1].rehearsal.memory["device"]["gradients of earlier micro-batches"] == 4 * count
+    assert held[1] == held[0] + 4 * count
+
+
+def test_machines_that_are_none() -> None:
+    for given in ({"devices": 0}, {"devices": True}, {"host_bytes": 0}, {"disk_bytes": -1}):
+        with pytest.raises(ValueError, match="give"):
+            Machine(constant(), **{"devices": 1, "host_bytes": 1, **given})  # type: ignore[arg-type]
+
+
+def test_device_hours() -> None:
+    plan = Planner(BLANK, machine(64)).best(Task(4_096, optimizer=AdamW()))
+    assert plan.rehearsal.step is not None
+    assert plan.gpu_hours(4_096 * 3_600) == pytest.approx(plan.rehearsal.step.seconds)
