@@ -148,6 +148,9 @@ def test_what_is_refused() -> None:
     refused("collectives within a node, which 2 ranks need", degrees=Degrees(sp=2), hardware=constant(intra=None))
     refused("device_budget leaves 4.0 KiB", 64, device_budget="4KiB", chunk_size=4)
     refused("device_budget='lots'", device_budget="lots")
+    refused(r"chunksize is no setting of stream\(\): did you mean chunk_size", chunksize=4)
+    refused("mesh: a rehearsal has no ranks", mesh={"sp": 2})
+    refused("degrees={'sp': 2}: give trunkline.parallel.mesh.Degrees", degrees={"sp": 2})
 
 
 def test_a_dtype_that_a_machine_is_not_known_for() -> None:

@@ -8,6 +8,8 @@ cost, and a clock goes on: the step's time, and what of it was waiting.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,6 +99,7 @@ def rehearse(
             raise ValueError(f"{name}={value!r}: give a positive whole number.")
     if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
         raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
+    _check_settings(settings, degrees)
     blank, degrees = model if isinstance(model, Blank) else Blank.of(model), degrees or Degrees()
     with tensors.cut(blank, degrees.tp) as own:
         rehearsing = Rehearsing(own, seq_len, batch_size, documents, device=device, hardware=hardware,
@@ -330,6 +333,25 @@ class Rehearsing:
 
 
 BEYOND_STORES = "device, beyond stores"
+
+
+def _check_settings(settings: dict[str, Any], degrees: Any) -> None:
+    """Refuse what no step takes.
+
+    Raises:
+        ValueError: with the nearest name.
+    """
+    if degrees is not None and not isinstance(degrees, Degrees):
+        raise ValueError(f"degrees={degrees!r}: give trunkline.parallel.mesh.Degrees(sp=8), for example.")
+    known = [field.name for field in dataclasses.fields(StreamConfig)]
+    for name in settings:
+        if name == "mesh":
+            raise ValueError("mesh: a rehearsal has no ranks: give degrees=Degrees(sp=8), for example, in its place.")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"{name} is no setting of stream(): " + (f"did you mean {near[0]}?" if near else "leave it out.")
+            )
 
 
 def _loaded(hardware: Hardware | str | None) -> Hardware | None:
