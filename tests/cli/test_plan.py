@@ -11,6 +11,7 @@ import yaml
 
 from trunkline.cli import app as cli
 from trunkline.report.folder import Plan as Reported
+from trunkline.timeline import Timeline
 
 RECIPE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 LAYERS = 4
@@ -105,3 +106,15 @@ def test_a_model_that_no_chunk_makes_fit(capsys: pytest.CaptureFixture[str], rec
     said = " ".join((out + err).split())
     assert "does not fit: host memory has 57.6 GiB for each device, and parameters and optimizer take all of it" in said
     assert not torch.cuda.is_initialized()
+
+
+def test_a_step_that_a_report_draws(capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    given = [recipe, "--hardware", "a100-80g", "--chunk_size", 1024, "--step", folder]
+    assert plan(capsys, *given)[0] == 0
+    step, before = (Timeline.from_json((folder / f"{name}.json").read_text()) for name in ("timeline", "before"))
+    assert Reported.from_json((folder / "plan.json").read_text()).seconds == pytest.approx(step.seconds)
+    assert before.peak("device") > step.peak("device")  # type: ignore[operator]
+    code, _, err = plan(capsys, *given)
+    assert code == 2
+    assert "exists: give another folder" in err

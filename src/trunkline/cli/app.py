@@ -102,6 +102,10 @@ def plan_command(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe with the plan's settings.")
     ] = None,
+    step: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the rehearsed step, and the same unchunked, for trunkline report."),
+    ] = None,
     attention: Annotated[
         str | None, typer.Option(help="Attention kernel whose figures count, such as fa3; default: the profile's.")
     ] = None,
@@ -111,7 +115,7 @@ def plan_command(
     def job() -> int:
         from trunkline.cli.plan import Asked, run_plan
 
-        asked = Asked(hardware, gpus, host_memory, scratch, max_length, tokens, as_json, write, attention)
+        asked = Asked(hardware, gpus, host_memory, scratch, max_length, tokens, as_json, write, attention, step)
         return run_plan(*split_arguments(arguments), asked)
 
     return job

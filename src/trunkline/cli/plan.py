@@ -38,6 +38,7 @@ class Asked:
         as_json: print JSON.
         write: file for the recipe with the plan's settings.
         attention: kernel whose figures count, such as fa3; None is the profile's default.
+        step: folder for what `trunkline report` draws of the plan.
     """
 
     hardware: str
@@ -49,6 +50,7 @@ class Asked:
     as_json: bool = False
     write: Path | None = None
     attention: str | None = None
+    step: Path | None = None
 
 
 def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Asked) -> int:
@@ -61,6 +63,8 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
     recipe = load_recipe(recipe_path, overrides, notice=lambda text: errors.print(text, style="dim"))
     if asked.write is not None and asked.write.exists():
         raise ValueError(f"--write: '{asked.write}' exists: give another file.")
+    if asked.step is not None and asked.step.exists():
+        raise ValueError(f"--step: '{asked.step}' exists: give another folder.")
     if asked.tokens is not None and asked.tokens < 1:
         raise ValueError(f"--tokens {asked.tokens}: give a positive number of tokens.")
     if asked.write is not None and asked.disk is not None and recipe.disk is None:
@@ -82,12 +86,24 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
             else:
                 console.print(f"does not fit: {error}", soft_wrap=True, highlight=False, markup=False)
             return 1
+        drawn = None
+        if asked.step is not None:
+            bar.update(line, description="rehearsing the step once more, and without chunks, to draw them")
+            title = f"{_described(recipe, planner.model)}, {plan.task.context:,} tokens, {plan.choice}"
+            drawn = planner.drawn(plan, title)
     a_step = plan.task.context * plan.task.batch_size * plan.task.micro_batches
     tokens = asked.tokens or a_step * recipe.steps
     if asked.as_json:
         console.print_json(json.dumps(record(plan, tokens)))
     else:
         show(console, _described(recipe, planner.model), plan, tokens, longest=asked.max_length)
+    if asked.step is not None and drawn is not None:
+        asked.step.mkdir(parents=True)
+        texts = {"plan.json": json.dumps(record(plan, tokens)), "timeline.json": drawn[0].to_json(),
+                 "before.json": drawn[1].to_json()}  # fmt: skip
+        for name, text in texts.items():
+            (asked.step / name).write_text(text, encoding="utf-8")
+        errors.print(f"wrote {asked.step}: `trunkline report {asked.step}` draws it", highlight=False, markup=False)
     if asked.write is not None:
         asked.write.write_text(dump_recipe(written(recipe, plan)), encoding="utf-8")
         errors.print(f"wrote {asked.write}", highlight=False)

@@ -20,7 +20,9 @@ from trunkline.plan.rehearsal import Rehearsing, rehearse
 from trunkline.plan.results import Rehearsal
 from trunkline.plan.sharding import Spread
 from trunkline.plan.states import states_of
+from trunkline.plan.timelines import before, capacity_of, timeline_of
 from trunkline.tiers.account import in_units
+from trunkline.timeline import Timeline
 
 Told = Callable[[str], None]
 _EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
@@ -177,6 +179,25 @@ class Planner:
     def _check_degrees(self, task: Task) -> None:
         if task.degrees is not None:
             task.degrees.check_world(self._machine.devices)
+
+    def drawn(self, plan: Plan, title: str) -> tuple[Timeline, Timeline]:
+        """A plan's step over time, and the same step without chunks and budgets.
+
+        Args:
+            plan: of this planner.
+            title: what is planned, for people.
+        """
+        task, choice, hardware = plan.task, plan.choice, self._machine.hardware
+        common: dict[str, Any] = {
+            "batch_size": max(task.batch_size // choice.degrees.dp, 1), "degrees": choice.degrees,
+            "spread": choice.spread, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
+        }  # fmt: skip
+        capacity = capacity_of(hardware, self._machine.devices)
+        with self._cut(task):
+            settings = self._arguments(task, choice, timed=True)["settings"]
+            step = rehearse(self._blank, task.context, hardware=hardware, drawn=True, **common, **settings)
+            whole = before(self._blank, task.context, title=f"{title}, unchunked", hardware=hardware, **common)
+        return timeline_of(step, title, capacity), whole
 
     def why_not(self, task: Task) -> str:
         """Why nothing fits: what the leanest choice lacks."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
+from trunkline.plan.blank import Blank
 from trunkline.plan.hardware import Hardware, load
 from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.results import Rehearsal
@@ -56,7 +57,7 @@ def timeline_of(rehearsal: Rehearsal, title: str, capacity: Capacity) -> Timelin
 
 
 def before(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Blank,
     seq_len: int,
     *,
     title: str,
