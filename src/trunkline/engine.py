@@ -6,10 +6,10 @@ backward; several may be outstanding. The two loops of the design are `forward_s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -246,7 +246,7 @@ def forward(run: Run, *, differentiate: bool) -> None:
 
 def last_logits(run: Run, count: int) -> Tensor:
     """Logits of the last `count` positions, (B, count, V)."""
-    ends = list(accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
+    ends = list(itertools.accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
     wanted = [i for i, end in enumerate(ends) if end > run.batch.seq_len - count]
     with run.conditions.restored(), run.decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
         tail = torch.cat([run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
@@ -320,7 +320,7 @@ def backward(run: Run, grad_output: Tensor) -> None:
         decoder.present(None),
     ):  # fmt: skip
         groups = list(layout.groups())
-        for group, below in zip(groups, [*groups[1:], None], strict=True):
+        for group, below in itertools.zip_longest(groups, groups[1:]):
             again.regenerate(run, group)
             for layer in reversed(group):
                 first = None if below is None else below.start  # the next that is wanted, by a replay or a sweep
