@@ -149,3 +149,12 @@ def test_chunks_take_turns_in_the_places_of_a_window(
     (loss, gradients), (other_loss, other_gradients) = found
     assert torch.equal(loss, other_loss)
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_a_budget_has_places_for_a_window_only() -> None:
+    """64 chunks, of which two meet at a time: with places for all keys and their gradients it would be refused."""
+    model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
+    ids = tokens(1, 4_096)
+    trunkline.stream(model, chunk_size=64, device_budget="2800KiB", strategy="resident")
+    streamed(model, ids, ids)
+    assert trunkline.read_meters(model).peaks["device"] <= 2_800 * 1_024
