@@ -12,6 +12,7 @@ import yaml
 from trunkline.cli import app as cli
 from trunkline.report.folder import Plan as Reported
 from trunkline.timeline import Timeline
+from trunkline.train.settings import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 LAYERS = 4
@@ -41,7 +42,8 @@ def test_the_quick_start_on_a_device(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setenv("COLUMNS", "100")
     overrides = ["--context", "4096", "--chunk_size", "2048", "--model.overrides", SMALL]
     code, out, err = plan(capsys, RECIPE, "--hardware", "a100-80g", *overrides)
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("rehearsed chunk 2,048, keep [attention]: ")  # in a log a search is not silent
     lines = out.splitlines()
     assert lines[0].startswith("tiny-llama (115.39K parameters, vocabulary 258) on 1 x NVIDIA A100")
     assert lines[1] == "fits: 4,096 tokens x 1"
@@ -118,3 +120,32 @@ def test_a_step_that_a_report_draws(capsys: pytest.CaptureFixture[str], recipe: 
     code, _, err = plan(capsys, *given)
     assert code == 2
     assert "exists: give another folder" in err
+
+
+def test_a_recipe_with_the_plans_settings(capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path) -> None:
+    """It is read back as it was planned; a file that is there is not written over."""
+    target = tmp_path / "planned.yaml"
+    given = ["--hardware", "a100-80g", "--gpus", 2, "--model.dtype", "bfloat16"]
+    code, out, _ = plan(capsys, recipe, *given, "--json", "--write", target)
+    settings = json.loads(out)["settings"]
+    assert code == 0
+    written = load_recipe(target)
+    assert written.context == 8192
+    assert {name: written.stream_settings[name] for name in settings} == {**settings, "keep": ("attention",)}
+    assert (written.parallel.sp, written.parallel.zero) == (2, 2)
+    before = target.read_bytes()
+    code, _, err = plan(capsys, recipe, *given, "--write", target)
+    assert (code, target.read_bytes()) == (2, before)
+    assert "exists: give another file" in err
+
+
+def test_a_context_that_is_too_long(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
+    """What is missing where, and what would mend it; as JSON, too."""
+    long = [recipe, "--context", 2**26, "--chunk_size", 2**20, "--hardware", "rtx-4090", "--host-memory", "1GiB"]
+    code, out, _ = plan(capsys, *long)
+    assert code == 1
+    assert out.startswith("does not fit: ")
+    assert "raise device_budget or host_budget by" in out
+    code, out, _ = plan(capsys, *long, "--json")
+    assert code == 1
+    assert json.loads(out)["fits"] is False

@@ -175,6 +175,18 @@ def test_rates_beyond_the_samples_stay() -> None:
     assert curve(2**20) == pytest.approx(4e12)
 
 
+def test_causal_attention_beyond_the_samples_comes_nearer_to_all_pairs() -> None:
+    device = hardware.load("h100-sxm", attention="fa3")
+    causal, whole = (
+        [device.attention_rate("forward", BF16, 128, 16_384 * n, 16_384 * n, causal=flag) for n in (1, 2, 64)]
+        for flag in (True, False)
+    )
+    assert whole == [648e12] * 3
+    # A square of n times the length has n^2 times the pairs, and n times what its diagonal costs beside them.
+    beside = [n * n * (1 / a - 1 / b) for n, a, b in zip((1, 2, 64), causal, whole, strict=True)]
+    assert beside == pytest.approx([n * (1 / 616e12 - 1 / 648e12) for n in (1, 2, 64)], rel=1e-6)
+
+
 def test_rates_have_no_jumps() -> None:
     device = hardware.load("h100-sxm")
     sizes = [round(256 * 1.01**step) for step in range(480)]  # up to 30,000 in steps of 1%

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import build
@@ -11,6 +13,8 @@ from trunkline.parallel.mesh import Degrees
 from trunkline.plan.blank import Blank
 from trunkline.plan.choices import Machine, Task, chunk_sizes, kept, meshes
 from trunkline.plan.planner import DoesNotFit, Planner
+from trunkline.plan.rehearsal import rehearse
+from trunkline.plan.results import Rehearsal
 from trunkline.plan.sharding import Spread
 from trunkline.plan.states import AdamW
 
@@ -32,6 +36,34 @@ def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
     assert plan.others
     assert all(seconds >= plan.rehearsal.step.seconds for _, seconds in plan.others)
     assert plan.rehearsal.peaks["device"] <= plan.room.device
+
+
+@pytest.mark.parametrize("hidden_mib", [4, 2**10])
+def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.MonkeyPatch, hidden_mib: int) -> None:
+    """A device that holds more beside the stores than the short step showed gets smaller stores, or is refused."""
+    shown = rehearse
+
+    def probe(*args: object, **kwargs: object) -> Rehearsal:
+        found = shown(*args, **kwargs)  # type: ignore[arg-type]
+        return replace(found, beyond_stores=max(found.beyond_stores - hidden_mib * MIB, 0))
+
+    honest = Planner(BLANK, machine(40)).best(Task(32_768))
+    assert honest.excess <= 0
+    monkeypatch.setattr("trunkline.plan.planner.rehearse", probe)
+    tight = Planner(BLANK, machine(40)).best(Task(32_768))
+    assert tight.excess <= 0
+    assert 0 < tight.room.device <= honest.room.device + MIB
+    with pytest.raises(DoesNotFit, match="too much with chunk|the chunks under way take"):
+        Planner(BLANK, machine(4)).best(Task(32_768))
+
+
+def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
+    count = sum(p.numel() for p in BLANK.model.parameters())
+    whole = [
+        Planner(BLANK, machine(64, devices=2)).best(Task(4_096, degrees=Degrees(sp=2), spread=spread)).loading
+        for spread in (Spread(zero=0), Spread(zero=3), Spread(zero=3, dtype=torch.float32))
+    ]
+    assert whole == [0, 2 * count, 4 * count]
 
 
 def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:

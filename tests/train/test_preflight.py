@@ -14,6 +14,7 @@ from plan.profiles import constant
 from rich.console import Console
 
 from trunkline.data import load_encoder
+from trunkline.plan.results import Rehearsal
 from trunkline.train import preflight as module
 from trunkline.train.display import PlainDisplay
 from trunkline.train.job import Job
@@ -111,6 +112,55 @@ def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
     assert found.rehearsal.step is not None
     record = json.loads(found.record() or "")
     assert record["seconds"] == found.rehearsal.step.seconds
+
+
+def test_every_size_that_is_rehearsed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, context=2**20, chunk_size="auto")
+    seen: list[str] = []
+    monkeypatch.setattr(module, "_step", lambda *args: Rehearsal({}, {}, {"device": {"all": 2**41}, "host": {}}))
+    with_room(monkeypatch)
+    with pytest.raises(RecipeError, match="does not fit"):
+        preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), Job(), CPU, seen.append)
+    assert seen == [f"rehearsing a step in chunks of {size}" for size in ("4,096", "2,048")]  # 512 chunks at most
+
+
+def test_bytes_are_looked_at_before_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, context=16_384, chunk_size="auto")
+    machines: list[object] = []
+
+    def step(*args: object) -> Rehearsal:
+        machines.append(args[4])
+        return Rehearsal({}, {}, {"device": {"all": 2**41}, "host": {}})
+
+    monkeypatch.setattr(module, "_step", step)
+    monkeypatch.setattr(module, "profile_of", lambda _: constant("cpu"))
+    with_room(monkeypatch)
+    with pytest.raises(RecipeError, match="does not fit"):
+        flown(recipe)
+    assert set(machines) == {None}
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of a job that cuts parameters builds all of them first."""
+    recipe = recipe_of(tmp_path, parallel={"offload": True})
+    with_room(monkeypatch)
+    rehearsal = flown(recipe).rehearsal
+    assert rehearsal is not None
+    whole = rehearsal.memory["host"]["parameters"]
+    monkeypatch.setattr(module, "_USABLE", 1.0)
+    with_room(monkeypatch, host=whole - 1)
+    with pytest.raises(RecipeError, match="cannot load its model: each process builds it whole in host memory"):
+        flown(recipe)
+
+
+def test_host_memory_is_pinned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where host memory is no device it is the budget that has to fit, not what of it is used."""
+    monkeypatch.setattr(module, "_USABLE", 1.0)
+    rehearsal = Rehearsal({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
+    free = {"device": 0, "host": 9 * MIB}
+    module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="8MiB"), rehearsal, free, 512)
+    with pytest.raises(RecipeError, match=r"hold 10\.0 MiB in its host tier \(the rest of host_budget 6\.0 MiB"):
+        module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="9MiB"), rehearsal, free, 512)
 
 
 def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:

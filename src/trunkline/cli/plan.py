@@ -75,7 +75,13 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
     with Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors,
              transient=True, disable=not sys.stderr.isatty()) as bar:  # fmt: skip
         line = bar.add_task("building the model without contents")
-        planner = Planner(blank_model(recipe), machine, lambda text: bar.update(line, description=f"rehearsed {text}"))
+
+        def tell(text: str) -> None:
+            bar.update(line, description=f"rehearsed {text}")
+            if bar.disable:  # a log: a search of minutes must not be silent
+                errors.print(f"rehearsed {text}", highlight=False, markup=False, soft_wrap=True)
+
+        planner = Planner(blank_model(recipe), machine, tell)
         bar.update(line, description="looking for what fits")
         task = task_of(recipe)
         try:
@@ -164,6 +170,7 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         },
         "exposed": step.exposed,
         "moved": rehearsal.moved,
+        "loading": plan.loading,
         "tokens": tokens,
         "gpu_hours": plan.gpu_hours(tokens),
         "others": [{"choice": str(choice), "seconds": seconds} for choice, seconds in plan.others],
@@ -215,6 +222,13 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.rehearsal.reserved.items() if nbytes]
     budgets = [f"device_budget {in_units(room.device)}", *needed]
     say(f"budgets of stream(): {', '.join(budgets)}")
+    if plan.loading:
+        node = plan.loading * machine.here
+        text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"
+        if node > machine.host_bytes:
+            halved = ", or optimizer.fp32_master false, which halves it" if plan.choice.spread.dtype else ""
+            text += f", which has {in_units(machine.host_bytes)}: use nodes with more memory{halved}"
+        say(text, "red" if node > machine.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
     if plan.others:
         say("also rehearsed, and slower:")

@@ -41,6 +41,7 @@ class _State:
     """What this process knows."""
 
     depth = 0  # sweeps under way
+    shared = 0  # texts that have been given
     epoch = 0  # forwards that all ranks began together: what failed before the last of these is over
     watching = False
 
@@ -72,14 +73,14 @@ def report(error: BaseException) -> None:
 
 def shared(name: str, value: str | None) -> str:
     """A text that one rank gives (the others give None), once it has."""
-    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}/{_State.epoch}"
+    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}/{_State.epoch}/{_State.shared}"
     if value is not None:
         store.set(key, value)
-        return value
     while not store.check([key]):  # waiting in the store would lock the watching thread out
         if (said := failure()) is not None:
             raise RankError(f"{said} (this was rank {dist.get_rank()}, which had to stop)")
         time.sleep(0.05)
+    _State.shared += 1  # the next run in these processes is not told what this one was
     return store.get(key).decode()
 
 

@@ -7,6 +7,7 @@ rehearsed, for the few choices that are worth it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, lon
 from trunkline.plan.rehearsal import Rehearsing, rehearse
 from trunkline.plan.results import Rehearsal
 from trunkline.plan.sharding import Spread
-from trunkline.plan.states import states_of
+from trunkline.plan.states import states_of, whole_bytes
 from trunkline.plan.timelines import before, capacity_of, timeline_of
 from trunkline.tiers.account import in_units
 from trunkline.timeline import Timeline
@@ -27,6 +28,7 @@ from trunkline.timeline import Timeline
 Told = Callable[[str], None]
 _EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
 _CHOSEN = ("chunk_size", "keep", "inputs_every", "device_budget", "host_budget", "disk", "disk_budget")
+_SIZES = 3  # of chunks that are rehearsed, the largest that fit
 _PROBE = 2  # chunks of the step that shows what a device holds beside the stores
 
 
@@ -63,6 +65,7 @@ class Plan:
         choice: how.
         room: of the stores.
         rehearsal: of a step.
+        model: whole, without contents.
         others: choices that were rehearsed, too, with the seconds of their steps.
     """
 
@@ -71,7 +74,15 @@ class Plan:
     choice: Choice
     room: Room
     rehearsal: Rehearsal
+    model: Any
     others: tuple[tuple[Choice, float], ...] = ()
+
+    @property
+    def loading(self) -> int:
+        """Host memory in which each rank builds the model before its parameters are cut; 0 where they are not."""
+        degrees = self.choice.degrees
+        ranks = degrees.dp * degrees.sp * degrees.cp
+        return whole_bytes(self.model, self.choice.spread, ranks, degrees.tp)
 
     @property
     def excess(self) -> int:
@@ -100,7 +111,7 @@ class Planner:
     """
 
     def __init__(self, model: Any, machine: Machine, tell: Told = lambda _: None) -> None:
-        self._blank = model if isinstance(model, Blank) else Blank.of(model)
+        self._blank = self._whole = model if isinstance(model, Blank) else Blank.of(model)
         self._machine, self._tell = machine, tell
         self._num_heads = heads_of(self._blank.model)[0]
         self._rooms: dict[tuple[Any, ...], Room] = {}
@@ -108,13 +119,13 @@ class Planner:
     @property
     def model(self) -> Any:
         """The model, whole and without contents."""
-        return self._blank.model
+        return self._whole.model
 
     def best(self, task: Task) -> Plan:
-        """The fastest choice that fits.
+        """The fastest of the choices that fit and are worth a rehearsal.
 
         Raises:
-            DoesNotFit: none does.
+            DoesNotFit: none fits.
         """
         self._check_degrees(task)
         with self._cut(task):
@@ -169,12 +180,11 @@ class Planner:
     @contextlib.contextmanager
     def _cut(self, task: Task) -> Iterator[None]:
         """Have the model as one rank has it, where matrices are cut."""
-        whole = self._blank
-        with tensors.cut(whole, 1 if task.degrees is None else task.degrees.tp) as self._blank:
+        with tensors.cut(self._whole, 1 if task.degrees is None else task.degrees.tp) as self._blank:
             try:
                 yield
             finally:
-                self._blank = whole
+                self._blank = self._whole
 
     def _check_degrees(self, task: Task) -> None:
         if task.degrees is not None:
@@ -209,8 +219,7 @@ class Planner:
 
     def room(self, task: Task, choice: Choice) -> Room:
         """What a choice leaves to the engine's stores."""
-        given = repr((task.optimizer, sorted(task.fixed.items())))
-        key = choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp, given
+        key = self._key(task, choice)
         if key not in self._rooms:
             probe = rehearse(
                 self._blank, _PROBE * choice.chunk_size, batch_size=max(task.batch_size // choice.degrees.dp, 1),
@@ -232,6 +241,11 @@ class Planner:
                 _least(self._machine.disk_room, disk), beyond, static,
             )  # fmt: skip
         return self._rooms[key]
+
+    @staticmethod
+    def _key(task: Task, choice: Choice) -> tuple[Any, ...]:
+        given = repr((task.optimizer, sorted(task.fixed.items())))
+        return choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp, given
 
     # -- what fits -----------------------------------------------------------------------------------------------------
 
@@ -284,10 +298,8 @@ class Planner:
             for keep, every in keeps:
                 sizes = [c for c in fitting if (c.keep, c.inputs_every) == (keep, every)]
                 before = min((seconds for _, seconds in found), default=float("inf"))
-                for choice in sizes[:3]:
-                    plan, seconds = self._timed(task, choice)
-                    if plan.excess <= 0:
-                        found.append((plan, seconds))
+                timed = (each for choice in sizes if (each := self._timed(task, choice)) is not None)
+                found += itertools.islice(timed, _SIZES)
                 if not found:
                     continue
                 plan, seconds = min(found, key=lambda each: each[1])
@@ -306,17 +318,25 @@ class Planner:
                 if self._lack(task, choice) is None:
                     yield choice
 
-    def _timed(self, task: Task, choice: Choice) -> tuple[Plan, float]:
-        plan = self._plan(task, choice, timed=True)
-        assert plan.rehearsal.step is not None
-        self._tell(f"{choice}: {plan.rehearsal.step.seconds:,.4g} s a step")
-        return plan, plan.rehearsal.step.seconds
+    def _timed(self, task: Task, choice: Choice) -> tuple[Plan, float] | None:
+        """A step; None where it turns out not to fit."""
+        while self._lack(task, choice) is None:
+            plan = self._plan(task, choice, timed=True)
+            assert plan.rehearsal.step is not None
+            self._tell(f"{choice}: {plan.rehearsal.step.seconds:,.4g} s a step")
+            if plan.excess <= 0:
+                return plan, plan.rehearsal.step.seconds
+            # What a device holds beside the stores was more than the probe of a short step showed.
+            room = self.room(task, choice)
+            less = max(plan.excess, room.device // 64)
+            self._rooms[self._key(task, choice)] = replace(room, device=room.device - less, beyond=room.beyond + less)
+        return None
 
     def _plan(self, task: Task, choice: Choice, *, timed: bool) -> Plan:
         rehearsing = self._rehearsing(task, choice, timed=timed)
         rehearsal = rehearsing.result(backward=True, extrapolate=True, optimizer=task.optimizer,
                                        micro_batches=task.micro_batches)  # fmt: skip
-        return Plan(task, self._machine, choice, self.room(task, choice), rehearsal)
+        return Plan(task, self._machine, choice, self.room(task, choice), rehearsal, self._whole.model)
 
     def _longest_of(
         self, task: Task, degrees: Degrees, spread: Spread, keep: tuple[str, ...], every: int, *, over: int

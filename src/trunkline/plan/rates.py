@@ -1,7 +1,8 @@
 """How fast a device computes: speeds of any size from the samples of a profile.
 
 Between samples a rate is interpolated in the logarithms of sizes and rates, and beyond them it stays what it is at the
-edge: no speed is ever above the fastest sample or below the slowest.
+edge: no speed is ever above the fastest sample or below the slowest. Causal attention of more keys than any sample has
+comes nearer to attention of all pairs, since only its diagonal differs.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Samples:
         self._logs = [math.log(rate) for rate in self._rates]
         self._low = [min(axis) for axis in zip(*self._at, strict=True)]
         self._high = [max(axis) for axis in zip(*self._at, strict=True)]
+        self.largest = [max(axis) for axis in zip(*(row[:-1] for row in rows), strict=True)]  # of each axis
 
     def __call__(self, *sizes: float) -> float:
         """The rate at these sizes; a size below 1 counts as 1."""
@@ -124,7 +126,7 @@ class Rates:
         if key not in self._attention_seen:
             tables = self._attention[direction]
             name, factor = self._stand_in(dtype, f"attention.{direction}", tables)
-            rates = {dim: kinds[causal](queries, keys) for dim, kinds in tables[name].items()}
+            rates = {dim: _attention_rate(kinds, queries, keys, causal) for dim, kinds in tables[name].items()}
             self._attention_seen[key] = factor * self._of_head_dim(head_dim, rates)
         return self._attention_seen[key]
 
@@ -176,6 +178,16 @@ class Rates:
             f"hardware profile {self._name!r} has no figures of {table} for {dtype}, only for {', '.join(tables)}: "
             "choose such a dtype, or a profile that has them."
         )
+
+
+def _attention_rate(kinds: Mapping[bool, Samples], queries: int, keys: int, causal: bool) -> float:
+    rate = kinds[causal](queries, keys)
+    edge = kinds[True].largest[1]
+    if not causal or keys <= edge:
+        return rate
+    # What the diagonal costs beside its pairs grows with the keys, and pairs with their square.
+    all_pairs = kinds[False](queries, keys)
+    return 1 / (1 / all_pairs + (1 / rate - 1 / all_pairs) * edge / keys) if all_pairs > rate else rate
 
 
 def _by_head_dim(table: Mapping[str, Any]) -> dict[int, dict[bool, Samples]]:

@@ -53,6 +53,21 @@ class States:
         return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
 
 
+def whole_bytes(model: nn.Module, spread: Spread, ranks: int, tp: int) -> int:
+    """Host memory in which each rank builds a model whose parameters will be cut; 0 for one that is built in its place.
+
+    Args:
+        model: whole.
+        spread: how it will be spread over ranks.
+        ranks: that it is spread over.
+        tp: ranks that its matrices are cut for.
+    """
+    is_cut = spread.cuts(ranks)
+    if not is_cut and tp == 1:
+        return 0
+    return sum(p.numel() * ((is_cut and spread.dtype) or p.dtype).itemsize for p in model.parameters())
+
+
 def states_of(
     model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | None, *, micro_batches: int = 1
 ) -> States:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ from transformers import AutoModelForCausalLM
 from trunkline.config import StreamConfig
 from trunkline.parallel import alarm
 from trunkline.plan.blank import Blank
+from trunkline.plan.choices import MOST_CHUNKS
 from trunkline.plan.free import free_bytes, profile_of, resident_bytes
 from trunkline.plan.hardware import Hardware, NoFigures
 from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.results import Rehearsal
-from trunkline.plan.states import AdamW
+from trunkline.plan.states import AdamW, whole_bytes
 from trunkline.structure import Unsupported
-from trunkline.tiers.account import in_units
+from trunkline.tiers.account import in_units, parse_bytes
 from trunkline.train.job import Job
 from trunkline.train.planning import spread_of
 from trunkline.train.recipe import Recipe
@@ -27,6 +29,9 @@ from trunkline.train.settings import RecipeError
 
 _USABLE = 0.96  # of what is free: an allocator cannot use every block
 _SMALLEST = 256  # tokens of a chunk that nobody asked for
+_MOST_CHUNKS = 4 * MOST_CHUNKS  # that nobody asked for: to rehearse more takes minutes
+
+Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Preflight:
         return json.dumps(found, indent=1) + "\n"
 
 
-def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Preflight:
+def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told = lambda _: None) -> Preflight:
     """Rehearse a step, on rank 0, and stop a run that cannot fit.
 
     Args:
@@ -74,6 +79,7 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
         config: of its model.
         job: the processes of the run, all of which call this.
         device: of this process.
+        tell: told what is rehearsed, where more than one size of chunks is.
 
     Raises:
         RecipeError: it does not fit; the text says where, by how much, and what would mend it.
@@ -85,7 +91,7 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
     found = None
     if job.is_main:
         try:
-            found = _rehearsed(recipe, config, job, device)
+            found = _rehearsed(recipe, config, job, device, tell)
         except Unsupported as error:  # what cannot be streamed either is refused by stream(), with the reason
             chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
             found = Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
@@ -96,16 +102,22 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Pr
     return found or Preflight(recipe.model_copy(update={"chunk_size": chunk}))
 
 
-def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device) -> Preflight:
+def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told) -> Preflight:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
     blank = Blank.of(model.train())
     hardware = profile_of(device)
     free = free_bytes(device, job.processes_here, recipe.disk)
+    _check_loading(recipe, blank, job, free)
     fitting: dict[int, Rehearsal] = {}
     last: RecipeError | None = None
-    for chunk in _sizes(recipe, device, timed=hardware is not None):
+    sizes = _sizes(recipe, device, timed=hardware is not None)
+    for chunk in sizes:
+        if len(sizes) > 1:
+            tell(f"rehearsing a step in chunks of {chunk:,}")
         try:
+            if len(sizes) > 1 and hardware is not None:  # bytes are found out sooner than seconds
+                _check(recipe, _step(recipe, blank, job, device, None, chunk), free, chunk)
             fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
             _check(recipe, fitting[chunk], free, chunk)
         except Unsupported:
@@ -135,7 +147,8 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
     if recipe.chunk_size != "auto":
         return [recipe.chunk_size]
     usual = StreamConfig().chunk_tokens(device)
-    smaller = [usual >> n for n in range(1, 16) if usual >> n >= _SMALLEST]
+    least = max(_SMALLEST, recipe.context // _MOST_CHUNKS)
+    smaller = [usual >> n for n in range(1, 16) if usual >> n >= least]
     larger = [2 * usual] if timed and recipe.context > 2 * usual else []
     return [usual, *larger, *smaller]
 
@@ -160,6 +173,24 @@ def _rehearsed_step(
     )  # fmt: skip
 
 
+def _check_loading(recipe: Recipe, blank: Blank, job: Job, free: dict[str, int]) -> None:
+    """Compare what a process takes to build the model with what is free.
+
+    Raises:
+        RecipeError: it takes more.
+    """
+    degrees = job.degrees
+    wanted = whole_bytes(blank.model, spread_of(recipe), degrees.dp * degrees.sp * degrees.cp, degrees.tp)
+    room = int(free.get("host", free["device"]) * _USABLE)
+    if wanted > room:
+        masters = "optimizer.fp32_master false (half of it), " if recipe.optimizer.fp32_master else ""
+        raise RecipeError(
+            "this run cannot load its model: each process builds it whole in host memory before parallel.zero cuts it, "
+            f"which takes {in_units(wanted)}, and {in_units(room)} can be had. Use {masters}fewer processes on this "
+            "machine, or one with more memory (preflight: false in the recipe goes on all the same)."
+        )
+
+
 def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: int) -> None:
     """Compare a step with what is free.
 
@@ -169,6 +200,9 @@ def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: in
     memory = {tier: Counter(parts) for tier, parts in rehearsal.memory.items()}
     if "host" not in free:  # it is the device
         memory["device"].update(memory.pop("host"))
+    elif recipe.host_budget is not None:  # pinned whole, whatever of it is used
+        budget = parse_bytes("host_budget", recipe.host_budget) or 0
+        memory["host"]["the rest of host_budget"] += max(budget - rehearsal.peaks["host"], 0)
     for tier, parts in memory.items():
         wanted, room = parts.total(), free.get(tier, 0) * _USABLE
         if wanted <= room:

@@ -75,7 +75,7 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
-    ready = preflight(recipe, config, job, device) if recipe.preflight else Preflight(recipe)
+    ready = preflight(recipe, config, job, device, display.note) if recipe.preflight else Preflight(recipe)
     recipe = ready.recipe
     if output is not None:
         output.recipe = recipe
