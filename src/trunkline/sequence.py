@@ -88,7 +88,7 @@ class ChunkedSequence:
 
     def read(self, order: Iterable[int], *, take: bool = False) -> Reader:
         """Chunks in the order in which they will be wanted; with `take` they are held here no longer."""
-        return Reader(self, order, take=take)
+        return Reader(((self, index) for index in order), take=take)
 
     def clear(self) -> None:
         """Hold nothing any longer."""
@@ -121,19 +121,23 @@ class ChunkedSequence:
 
 
 class Reader:
-    """Hands out chunks of a sequence in an order given beforehand; see `ChunkedSequence.read`.
+    """Hands out chunks in an order given beforehand, of one sequence (`ChunkedSequence.read`) or of several.
 
     With `prefetch` p, up to p fetched chunks are in use or on their way, and one more: the one handed out before, which
     its user lets go only when it takes the next, or works on side by side with it.
+
+    Args:
+        order: sequences, and which chunk of each.
+        take: they are held there no longer once they are handed out.
     """
 
-    def __init__(self, sequence: ChunkedSequence, order: Iterable[int], *, take: bool) -> None:
-        self._sequence = sequence
+    def __init__(self, order: Iterable[tuple[ChunkedSequence, int]], *, take: bool = False) -> None:
         self._order = iter(order)
         self._upcoming = next(self._order, None)
         self._take = take
-        self._coming: deque[tuple[int, Move | None]] = deque()
-        self._out: deque[int] = deque()  # bytes on the device of the chunks handed out, the last two at most
+        self._coming: deque[tuple[ChunkedSequence, int, Move | None]] = deque()
+        # The chunks handed out, the last two at most: their stores, and their bytes on the device.
+        self._out: deque[tuple[Stores, int]] = deque()
 
     def __iter__(self) -> Iterator[Tensor]:
         """All of them."""
@@ -145,24 +149,24 @@ class Reader:
 
     def next(self) -> Tensor:
         """The next chunk. Of those handed out earlier the last alone may be in use still."""
-        stores, sequence = self._sequence._stores, self._sequence
         while len(self._out) > 1:
-            stores.release("device", self._out.popleft())
+            self._let_go()
         if not self._coming:
             self._issue()
-        index, move = self._coming.popleft()
+        sequence, index, move = self._coming.popleft()
+        stores = sequence._stores
         if move is None:
             x = sequence._chunks[index]
             assert isinstance(x, Tensor), f"chunk {index} is not here"
             if self._take:
                 sequence._chunks[index] = None
                 stores.release("device", x.nbytes, sequence.kind)
-            self._out.append(0)
+            self._out.append((stores, 0))
         else:
             assert move.tensor is not None
             x = move.tensor
             stores.lanes.finish(move)
-            self._out.append(x.nbytes)
+            self._out.append((stores, x.nbytes))
             if self._take:
                 stores.release(move.block.tier, x.nbytes, sequence.kind)
         while len(self._coming) < stores.prefetch - 1 and self._issue():
@@ -172,24 +176,37 @@ class Reader:
     def done(self) -> None:
         """No chunk handed out is in use any longer."""
         while self._out:
-            self._sequence._stores.release("device", self._out.popleft())
+            self._let_go()
+
+    def abandon(self) -> None:
+        """The same, and what is on its way is not wanted any more."""
+        self.done()
+        for sequence, _, move in self._coming:
+            if move is not None:
+                sequence._stores.lanes.finish(move)
+                sequence._stores.release("device", move.nbytes)
+        self._coming.clear()
+        self._upcoming = None
+
+    def _let_go(self) -> None:
+        stores, nbytes = self._out.popleft()
+        stores.release("device", nbytes)
 
     def _issue(self) -> bool:
         """Have the next chunk fetched, if it is there to be fetched."""
-        index = self._upcoming
-        if index is None:
+        if self._upcoming is None:
             return False
-        stores, sequence = self._sequence._stores, self._sequence
-        x = sequence._chunks[index]
+        sequence, index = self._upcoming
+        stores, x = sequence._stores, sequence._chunks[index]
         if x is None:
             return False
         self._upcoming = next(self._order, None)
         if isinstance(x, Tensor):
-            self._coming.append((index, None))
+            self._coming.append((sequence, index, None))
             return True
         into = x.form.empty()
         stores.hold("device", into.nbytes)
-        self._coming.append((index, stores.lanes.fetch(x.block, into, x.stash)))
+        self._coming.append((sequence, index, stores.lanes.fetch(x.block, into, x.stash)))
         if self._take:
             sequence._chunks[index] = None
         return True
