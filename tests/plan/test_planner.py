@@ -53,7 +53,7 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
     tight = Planner(BLANK, machine(40)).best(Task(32_768))
     assert tight.excess <= 0
     assert 0 < tight.room.device <= honest.room.device + MIB
-    with pytest.raises(DoesNotFit, match="too much with chunk|the chunks under way take"):
+    with pytest.raises(DoesNotFit, match=r"too much with chunk|the chunks under way take"):
         Planner(BLANK, machine(4)).best(Task(32_768))
 
 
