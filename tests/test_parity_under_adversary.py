@@ -54,7 +54,7 @@ def _adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def tiers_for(device: torch.device, config: StreamConfig) -> Tiers:
         return Squeezed(request.param, 2 + request.param)
 
-    monkeypatch.setattr("trunkline.streaming.tiers_for", tiers_for)
+    monkeypatch.setattr("trunkline.forward.tiers_for", tiers_for)
 
 
 assert test_parity.__doc__

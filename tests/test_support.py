@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import trunkline
-from trunkline.streaming import StreamedForward
+from trunkline.forward import StreamedForward
 
 TINY: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

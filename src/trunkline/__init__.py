@@ -6,7 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trunkline.cache.streamed import StreamedCache
     from trunkline.config import Progress, StreamConfig
+    from trunkline.generation.prefill import generate, prefill
+    from trunkline.generation.saving import load_cache, save_cache
     from trunkline.parallel.alarm import RankError
     from trunkline.parallel.mesh import init_mesh
     from trunkline.parallel.norm import clip_grad_norm_
@@ -18,8 +21,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Meters", "Progress", "RankError", "Rehearsal", "StreamConfig", "clip_grad_norm_", "init_mesh", "no_sync",
-    "read_meters", "rehearse", "shard", "stream", "unstream",
+    "Meters", "Progress", "RankError", "Rehearsal", "StreamConfig", "StreamedCache", "clip_grad_norm_", "generate",
+    "init_mesh", "load_cache", "no_sync", "prefill", "read_meters", "rehearse", "save_cache", "shard", "stream",
+    "unstream",
 ]  # fmt: skip
 
 _HOME = {
@@ -28,11 +32,16 @@ _HOME = {
     "RankError": "trunkline.parallel.alarm",
     "Rehearsal": "trunkline.plan.results",
     "StreamConfig": "trunkline.config",
+    "StreamedCache": "trunkline.cache.streamed",
     "clip_grad_norm_": "trunkline.parallel.norm",
+    "generate": "trunkline.generation.prefill",
     "init_mesh": "trunkline.parallel.mesh",
+    "load_cache": "trunkline.generation.saving",
     "no_sync": "trunkline.parallel.sharding",
+    "prefill": "trunkline.generation.prefill",
     "read_meters": "trunkline.streaming",
     "rehearse": "trunkline.plan.rehearsal",
+    "save_cache": "trunkline.generation.saving",
     "shard": "trunkline.parallel.sharding",
     "stream": "trunkline.streaming",
     "unstream": "trunkline.streaming",

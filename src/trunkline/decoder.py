@@ -70,6 +70,13 @@ class Batch:
             at = at.clamp_max(self.seq_len - 1)
         return at[None] if self.position_ids is None else self.position_ids[:, at]
 
+    def targets_of(self, chunk: Chunk) -> Tensor:
+        """Targets of a chunk, (B, C); -100 where there is none."""
+        assert self.targets is not None
+        targets_BC = _of(self.targets, chunk)
+        missing = len(chunk) - targets_BC.shape[1]
+        return F.pad(targets_BC, (0, missing), value=-100) if missing else targets_BC
+
     @property
     def last_position(self) -> int:
         """The highest position id."""
@@ -90,6 +97,11 @@ class Decoder(Protocol):
 
     num_layers: int
     vocab_size: int
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether parameters are spread over ranks, or gathered from elsewhere."""
+        ...
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -145,6 +157,10 @@ class Decoder(Protocol):
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
         """A decoder layer on one chunk, its attention call handed to `attend`."""
+        ...
+
+    def recorded(self, batch: Batch, chunk: Chunk) -> AbstractContextManager[Tensor]:
+        """The input of layer 0 of a chunk, (B, C, E), which then goes through all layers."""
         ...
 
     def projections(

@@ -299,6 +299,27 @@ def loss(run: Run, *, differentiate: bool) -> Tensor:
     return result
 
 
+def scores(run: Run) -> Tensor:
+    """How well each token of a run is predicted by those before it.
+
+    Returns:
+        (2, B, S), fp32: log probability of the token after each, and whether it was the likeliest; 0 without a target.
+    """
+    batch, decoder, found = run.batch, run.decoder, []
+    assert batch.targets is not None
+    shape = len(batch.input_ids_BS), decoder.vocab_size, run.conditions.compute_dtype(run.inputs[-1].dtype)
+    tile_tokens = head.tile_tokens(run.config.head_limit, *shape, device=batch.input_ids_BS.device)
+    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+        chunks = zip(run.chunks, run.inputs.pop().read(range(len(run.chunks)), take=True), strict=True)
+        for chunk, x_BCE in chunks:
+            tiles = head.cut([chunk], tile_tokens)
+            before = partial(run.report, "head", -1, chunk.index, len(run.chunks))
+            own = head.scores(decoder.head, x_BCE, batch.targets_of(chunk), tiles, before_tile=before)
+            found.append(run.ranks.whole(own.permute(1, 2, 0)))
+        run.stores.close()
+    return torch.cat(found, dim=1)[:, : batch.seq_len].permute(2, 0, 1)
+
+
 def backward(run: Run, grad_output: Tensor) -> None:
     """Gradients of all trained parameters into their `.grad`.
 

@@ -185,3 +185,36 @@ def sweep(
             hidden_grads.stash(chunk.index, dx_BCE)
     reading.done()
     return total
+
+
+def scores(
+    logits_of: Callable[[Tensor], Tensor],
+    x_BCE: Tensor,
+    targets_BC: Tensor,
+    tiles: Sequence[Tile],
+    *,
+    before_tile: Callable[[], None],
+) -> Tensor:
+    """How well each token of a chunk is predicted.
+
+    Args:
+        logits_of: see `sweep`.
+        x_BCE: final hidden states of the chunk.
+        targets_BC: the token that each is to predict, or -100.
+        tiles: of this chunk.
+        before_tile: called before each.
+
+    Returns:
+        (2, B, C), fp32: log probability of the target, and whether it is the likeliest; 0 without a target.
+    """
+    found = []
+    for tile in tiles:
+        before_tile()
+        targets_BT = targets_BC[:, tile.within]
+        logits_BTV = logits_of(x_BCE[:, tile.within])
+        logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        index_BT1 = targets_BT.clamp_min(0)[..., None]
+        log_probs = logits_BTV.gather(-1, index_BT1)[..., 0] - logits_BTV.logsumexp(-1)
+        is_greedy = logits_BTV.argmax(-1) == targets_BT
+        found.append(torch.stack([log_probs.float(), is_greedy.float()]) * (targets_BT != IGNORE))
+    return torch.cat(found, dim=2)

@@ -190,6 +190,7 @@ class HuggingFaceDecoder:
         self.returns_tuple = False  # whether a layer returns its hidden state in a tuple: known once one has run
         self.takes_offset: set[int] = set()  # layers that ask a cache for their positions
         self.act: Callable[[Arguments], Tensor] = _nothing
+        self._records: list[Arguments] | None = None  # of the chunk that goes through all layers
         self._stand_ins: dict[str, nn.Module] = {
             name: _StandIn(layer, self) for name, layer in self.layers.named_children()
         }
@@ -211,6 +212,11 @@ class HuggingFaceDecoder:
         """Where the model computes."""
         own: torch.device = self.model.get_input_embeddings().weight.device
         return own if self.sharding is None else self.sharding.device
+
+    @property
+    def shares_parameters(self) -> bool:
+        """See `Decoder.shares_parameters`."""
+        return self.sharding is not None
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -287,7 +293,10 @@ class HuggingFaceDecoder:
         """See `Decoder.layer`."""
         # Recorded anew for each chunk: kept for all, the rotary embeddings of 2M tokens would take 1 GiB.
         positions = batch.positions(chunk)
-        arguments = self.record(index, positions, inputs_embeds=x_BCE.detach())
+        if self._records is None:
+            arguments = self.record(index, positions, inputs_embeds=x_BCE.detach())
+        else:
+            arguments = self._records[index]
         call = _Call(attend)
         token = _current.set(call)
         try:
@@ -301,6 +310,16 @@ class HuggingFaceDecoder:
             )
         self.returns_tuple = isinstance(y, tuple)
         return first(y)
+
+    @contextlib.contextmanager
+    def recorded(self, batch: Batch, chunk: Chunk) -> Iterator[Tensor]:
+        """See `Decoder.recorded`: one recording for all layers; for a single token each takes as long as a layer."""
+        positions = batch.positions(chunk)
+        self._records = self.record_up_to(self.num_layers - 1, positions, input_ids=batch.ids(chunk))
+        try:
+            yield self._records[0].hidden
+        finally:
+            self._records = None
 
     def projections(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk

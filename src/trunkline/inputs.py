@@ -17,9 +17,9 @@ from trunkline.head import IGNORE
 _MENDS = {
     "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
     "inputs_embeds": "pass input_ids (prompt and prefix tuning, which make embeddings of their own, are not supported)",
-    "cache": "call trunkline.unstream(model) before generating",
-    "past_key_values": "call trunkline.unstream(model) before generating",
-    "use_cache": "call trunkline.unstream(model) before generating, or pass use_cache=False",
+    "cache": "it goes without labels",
+    "past_key_values": "it goes without labels",
+    "use_cache": "it goes without labels",
     "output_hidden_states": "leave it out: the hidden states of all layers never exist at once",
     "output_attentions": "leave it out: attention weights never exist",
 }
@@ -49,19 +49,7 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
     Raises:
         ValueError: an argument is missing, of the wrong shape or range, or not supported.
     """
-    for argument, value in given.items():
-        if argument not in _READ and value is not None and value is not False:
-            close = difflib.get_close_matches(argument, _READ, 1)
-            mend = _MENDS.get(argument, f"leave it out, or did you mean {close[0]}" if close else "leave it out")
-            raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
-    ids_BS = given.get("input_ids")
-    if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
-        got = f"{tuple(ids_BS.shape)}, {ids_BS.dtype}" if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
-        raise ValueError(
-            "input_ids must be token ids of shape (batch, sequence), at least one each, of an integer dtype; got "
-            f"{got}."
-        )
-    _check_range("input_ids", ids_BS, vocab_size)
+    ids_BS = token_ids(given, name, vocab_size)
     lengths_B = _lengths(given.get("attention_mask"), ids_BS)
     starts, position_ids = documents.read(given, ids_BS, lengths_B)
     targets = _targets(given.get("labels"), given.get("shift_labels"), ids_BS, vocab_size)
@@ -98,6 +86,24 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> Wanted:
         starts = documents.within(starts, longest)
     num_targets = _count(given.get("num_items_in_batch"), targets)
     return Wanted(Batch(ids_BS, position_ids, targets, num_targets, documents=starts), 0, return_dict)
+
+
+def token_ids(given: dict[str, Any], name: str, vocab_size: int) -> Tensor:
+    """Check token ids (B, S), and that nothing is given beside them that is not read; see `read`."""
+    for argument, value in given.items():
+        if argument not in _READ and value is not None and value is not False:
+            close = difflib.get_close_matches(argument, _READ, 1)
+            mend = _MENDS.get(argument, f"leave it out, or did you mean {close[0]}" if close else "leave it out")
+            raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
+    ids_BS = given.get("input_ids")
+    if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
+        got = f"{tuple(ids_BS.shape)}, {ids_BS.dtype}" if isinstance(ids_BS, Tensor) else type(ids_BS).__name__
+        raise ValueError(
+            "input_ids must be token ids of shape (batch, sequence), at least one each, of an integer dtype; got "
+            f"{got}."
+        )
+    _check_range("input_ids", ids_BS, vocab_size)
+    return ids_BS
 
 
 def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:

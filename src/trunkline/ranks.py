@@ -93,6 +93,11 @@ class Ranks(Protocol):
         """What was exchanged; None where there is nobody to exchange with."""
         ...
 
+    @property
+    def together(self) -> Ranks:
+        """The same ranks where they read a few tokens, each all of them."""
+        ...
+
     def own(self, chunk: Chunk) -> Chunk:
         """The tokens of a chunk that this rank computes."""
         ...
@@ -173,6 +178,10 @@ class Ranks(Protocol):
         """The sum over ranks."""
         ...
 
+    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over the keys of all ranks, from an output and log-sum-exp over each rank's own."""
+        ...
+
 
 class Alone:
     """A rank with a sequence of its own."""
@@ -180,7 +189,12 @@ class Alone:
     size = granule = 1
     salt = 0
     gather = None
-    traffic = None
+    traffic: Traffic | None = None
+
+    @property
+    def together(self) -> Ranks:
+        """See `Ranks.together`."""
+        return self
 
     def own(self, chunk: Chunk) -> Chunk:
         """See `Ranks.own`."""
@@ -239,6 +253,10 @@ class Alone:
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
         return x
+
+    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ranks.merged`."""
+        return o, lse
 
 
 def padded_length(seq_len: int, granule: int) -> int:

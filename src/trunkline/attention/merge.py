@@ -74,6 +74,11 @@ class Merged:
                 self._lse[:, :, at] = lse[:, :, within]
                 self._met = _united([*self._met, (start, end)])
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row has come up."""
+        return not self._met
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output (B, H, rows, D), and log-sum-exp (B, H, rows)."""
         assert self._o is not None

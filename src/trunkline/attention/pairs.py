@@ -117,6 +117,11 @@ class Pairs:
         self._buffers = ()
 
     @property
+    def later(self) -> tuple[ChunkedSequence, ...]:
+        """Where the chunks are that are not in the buffers."""
+        return self._later
+
+    @property
     def nbytes(self) -> int:
         """Bytes held now, in whichever tier."""
         return sum(x.nbytes for x in self._buffers) + sum(x.nbytes for x in self._later)

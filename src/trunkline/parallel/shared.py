@@ -13,6 +13,7 @@ from trunkline.lanes import Traffic
 from trunkline.parallel.comm import Collectives
 from trunkline.parallel.gather import Gather
 from trunkline.parallel.mesh import Degrees
+from trunkline.parallel.together import Together
 from trunkline.parallel.turns import Turns
 from trunkline.parallel.ulysses import Ulysses
 from trunkline.ranks import Alone, KeyValueGather, PendingTensors, T
@@ -48,7 +49,7 @@ class SharedSequence:
     """
 
     def __init__(self, degrees: Degrees, place: Place, groups: Groups, traffic: Traffic, device_type: str) -> None:
-        self.degrees = degrees
+        self.degrees, self.place, self.groups = degrees, place, groups
         self.traffic = traffic
         self.size = degrees.sp * degrees.cp
         # Rows over cp are cut in two slices a rank, which sp cuts again.
@@ -64,6 +65,11 @@ class SharedSequence:
     def salt(self) -> int:
         """See `Ranks.salt`."""
         return (self._dp * self.degrees.cp + self._cp) * self.degrees.sp + self._sp
+
+    @property
+    def together(self) -> Together:
+        """See `Ranks.together`."""
+        return Together(self)
 
     def own(self, chunk: Chunk) -> Chunk:
         """See `Ranks.own`."""
@@ -122,3 +128,7 @@ class SharedSequence:
     def total(self, x: Tensor) -> Tensor:
         """See `Ranks.total`."""
         return x if self._sequence is None else self._sequence.all_reduce(x)
+
+    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Ranks.merged`: here every rank has gathered all keys."""
+        return o, lse

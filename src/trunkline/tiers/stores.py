@@ -101,8 +101,8 @@ class Tiers:
             if not self._runs:
                 raise
             raise ValueError(
-                f"{error} ({len(self._runs)} earlier forwards still hold what their backward needs; losses that are "
-                "kept and not used do so too: evaluate under torch.no_grad().)"
+                f"{error} ({len(self._runs)} earlier forwards still hold what their backward needs or their cache "
+                "keeps; losses that are kept and not used do so too: evaluate under torch.no_grad().)"
             ) from None
 
     def reserve(self, placement: Placement, record: _Record) -> None:
@@ -188,6 +188,10 @@ class Stores:
         """Give back what the run still holds; from here on nothing is counted. Twice is once."""
         if self._finalizer.detach() is not None:
             self.tiers.give_back(self._record)
+
+    def only_kept(self, live: int) -> None:
+        """The run is over, and what it has kept stays: from now on it takes so many bytes of the device beside that."""
+        self._record.live = min(self._record.live, live)
 
     @contextlib.contextmanager
     def closed_on_error(self) -> Iterator[None]:

@@ -1,0 +1,131 @@
+"""Where the keys and values of a prompt will rest: decided before its first sweep, from sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from trunkline import engine
+from trunkline.attention.pairs import Pairs
+from trunkline.attention.visibility import Range, Visibility
+from trunkline.cache.streamed import StreamedCache
+from trunkline.cache.stretch import Stretch
+from trunkline.cache.writers import StretchWriter
+from trunkline.chunking import Chunk
+from trunkline.keeping import Widths, advice_on
+from trunkline.run import Run
+from trunkline.tiers.placement import Placement, Request
+from trunkline.tiers.stores import Stores
+
+
+def widths_of(run: Run) -> list[tuple[int, int]]:
+    """Bytes of a token's keys and values, of each layer and row; remembered with the tiers."""
+    x_BCE, token = engine.look_at_token(run, differentiate=False), Chunk(0, 0, 1)
+    key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
+    if key not in run.stores.tiers.widths:
+        run.stores.tiers.widths[key] = engine.widths_of(run, x_BCE, token)
+    widths: Widths = run.stores.tiers.widths[key]
+    return [(layer["k"], layer["v"]) for layer in widths.layers]
+
+
+def new_stretch(run: Run, cache: StreamedCache, sights: Sequence[Sequence[Visibility]]) -> StretchWriter:
+    """A stretch for the tokens of a run, with its stores, which become the run's.
+
+    Args:
+        run: of the new tokens.
+        cache: that they go on from.
+        sights: what tokens see, of each layer.
+
+    Raises:
+        ValueError: it does not fit in the budgets.
+    """
+    count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(sights))
+    windowed = frozenset(i for i, reach in enumerate(run.reaches) if reach.window is not None)
+    places = _places(run, cache.length)
+    held = [_most_held(run, places, sights[i]) if i in windowed else count for i in layers]
+    limited, num_live = run.stores.tiers.limited, 0
+    if limited:
+        placement = _placed(run, cache, _Asked(held, windowed))
+        run.stores = Stores(run.stores.tiers, placement)
+        num_live = run.stores.num_resident(("lk", "lv"), count) if len(windowed) < len(layers) else 0
+    stores = run.stores
+    resident = [0 if limited or i in windowed else count for i in layers]
+    pairs = [
+        Pairs(run.rows, resident[i], stores, (f"k {i}", f"v {i}"), held[i] if i in windowed else None) for i in layers
+    ]
+    stretch = Stretch(cache.length, cache.length + run.batch.seq_len, batch, run.rows, places, pairs, resident, stores)
+    live = partial(Pairs, run.rows, num_live, stores, ("lk", "lv")) if num_live else None
+    return StretchWriter(stretch, windowed, live, num_live)
+
+
+def reading_bytes(stretch: Stretch, cache: StreamedCache, prefetch: int) -> int:
+    """Bytes of the device that reading a stretch takes: what is fetched, and what is met."""
+    longest = max(len(chunk) for chunk in stretch.chunks)
+    return (prefetch + 1) * longest * stretch.batch * max(sum(widths) for widths in cache.widths)
+
+
+def _places(run: Run, offset: int) -> list[Range]:
+    """(start, stop) of each chunk's tokens in the sequence, on whichever rank, without padding."""
+    size = 1 if run.ranks.gather is None else run.ranks.gather.size
+    bounds = [(chunk.start * size, min(chunk.stop * size, run.batch.seq_len)) for chunk in run.rows]
+    return [(offset + start, offset + max(start, stop)) for start, stop in bounds]
+
+
+def _most_held(run: Run, places: list[Range], sight: Sequence[Visibility]) -> int:
+    """Chunks of a layer with a window that are held at a time, at most."""
+    firsts = [min(each.first_key(start) for each in sight) for start, _ in places]
+    met = [next(i for i, (_, stop) in enumerate(places) if stop > max(first, places[0][0])) for first in firsts]
+    most = max(i - first + 1 for i, first in enumerate(met))
+    # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
+    return min(most + (run.ranks.gather is not None), len(places))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What layers ask for: how many of their chunks are held at a time, and which have a window."""
+
+    held: list[int]
+    windowed: frozenset[int]
+
+
+def _placed(run: Run, cache: StreamedCache, asked: _Asked) -> Placement:
+    """A placement that leaves room for what follows, if there is one."""
+    tiers, advice = run.stores.tiers, advice_on(run.config, run.stores.tiers, len(run.chunks[0]) * run.ranks.size)
+    chunk_size = run.config.chunk_tokens(run.batch.input_ids_BS.device)
+    try:
+        return tiers.place(_requests(run, cache, asked, chunk_size), advice)
+    except ValueError:
+        return tiers.place(_requests(run, cache, asked, 0), advice)
+
+
+def _requests(run: Run, cache: StreamedCache, asked: _Asked, spare: int) -> list[Request]:
+    """What the stores of a prefill ask of the tiers: buffers of the layer under way, hidden states, keys and values.
+
+    Args:
+        run: of the new tokens.
+        cache: that they go on from.
+        asked: by its layers.
+        spare: tokens of a chunk for which there shall be room afterwards, to go on with.
+    """
+    prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
+    both = prefetch + 1 + max(prefetch - 1, 1)
+    widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
+    hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
+    # It is there only until the prompt is read, and free from then on.
+    later = cache.open_bytes(batch) + both * spare * (hidden + sum(widest)) // run.ranks.size
+    found = [Request(("spare",), ((later,),), "spare", 0, 0, kept=False)]
+    # Chunks that were read before may be longer than any of these.
+    own = (prefetch + 1) * max(len(chunk) for chunk in run.rows) * batch * max(sum(widths) for widths in cache.widths)
+    earlier = max((reading_bytes(link.stretch, cache, prefetch) for link in cache.links), default=0)
+    found.append(Request(("earlier",), ((max(earlier - own, 0),),), "earlier", 0, 0, kept=False))
+    if len(asked.windowed) < len(asked.held):
+        sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
+        found.append(Request(("lk", "lv"), sizes, "live", 0, 0, kept=False, resident_only=("lk", "lv")))
+    states = tuple(len(chunk) * hidden for chunk in run.chunks)
+    found += [Request((f"pass {i}",), (states,), "pass", both, 0, kept=False) for i in range(2)]
+    for layer, widths in enumerate(cache.widths):
+        counts = [len(chunk) * batch if chunk.index < asked.held[layer] else 0 for chunk in run.rows]
+        kv = tuple(tuple(count * width for count in counts) for width in widths)
+        found.append(Request((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, kept=True))
+    return found

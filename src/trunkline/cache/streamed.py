@@ -1,0 +1,378 @@
+"""What a streamed model remembers of the tokens it has read: a transformers `Cache` that rests in tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from trunkline.attention.pairs import Pairs
+from trunkline.attention.visibility import Reach
+from trunkline.cache.attention import Link
+from trunkline.cache.stretch import Stretch
+from trunkline.cache.writers import OpenEnd
+from trunkline.chunking import Chunk, zigzag
+from trunkline.documents import Starts
+from trunkline.ranks import padded_length
+from trunkline.tiers.placement import Advice, Request
+from trunkline.tiers.stores import Stores, Tiers
+
+OPEN_TOKENS = 256  # that come in place, one by one as they are decoded, before they move on to their tier
+_SPARE = 32  # tokens before a window that stay: candidates that are refused in decoding can be forgotten again
+
+_ADVICE = Advice(less="a shorter input or a smaller batch")
+
+
+class StreamedCache(Cache):  # type: ignore[misc]
+    """Keys and values of every layer of a streamed model, on the device, in host memory or on disk as its budgets say.
+
+    `trunkline.prefill` gives one; `model.generate(ids, past_key_values=cache)` and `trunkline.generate` go on from it.
+    Layers with a sliding window keep what later tokens can see. Several caches may share what they have in common
+    (`fork`, beams, several continuations of a prompt): it is held once.
+
+    Attributes:
+        length: tokens of a row, padding included.
+        documents: first tokens of documents, of each row, or once for all rows. Padding on the left is one.
+        logits: of the last token, (B, 1, V), or of as many as were asked for; None where there are none.
+        next_positions: position id of the next token, (1, 1) or (B, 1).
+        part: (rank, size) of the ranks that hold parts of keys and values, token by token.
+        capacity: tokens of the open end.
+    """
+
+    def __init__(self, tiers: Tiers, num_layers: int, part: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(layers=[])
+        self.length = 0
+        self.documents: tuple[Starts, ...] = ((0,),)
+        self.logits: Tensor | None = None
+        self.next_positions = torch.zeros(1, 1, dtype=torch.long)
+        self._ids: list[Tensor] = []  # of all tokens, on the CPU
+        self.links: list[Link] = []
+        self.open_end: OpenEnd | None = None
+        self.widths: list[tuple[int, int]] = []  # bytes of a token's keys and values, of each layer and row
+        self.reaches: Sequence[Reach] = ()
+        self.capacity = padded_length(OPEN_TOKENS, 2 * part[1])
+        self.part = part
+        self._batch = 0
+        self._tiers, self._num_layers = tiers, num_layers
+
+    def __repr__(self) -> str:
+        return f"StreamedCache({self._batch} x {self.length:,} tokens, {self.nbytes:,} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, in whichever tier."""
+        return sum(link.stretch.nbytes for link in self.links) + (self.open_end.nbytes if self.open_end else 0)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Ids of all tokens, (B, length), on the CPU."""
+        self._ids = [torch.cat(self._ids, 1)] if len(self._ids) > 1 else self._ids
+        return self._ids[0] if self._ids else torch.zeros(self._batch, 0, dtype=torch.long)
+
+    def belongs_to(self, tiers: Tiers) -> bool:
+        """Whether it rests in these."""
+        return self._tiers is tiers
+
+    # -- copies that share ---------------------------------------------------------------------------------------------
+
+    def fork(self) -> StreamedCache:
+        """Another cache of the same tokens, which goes on by itself; what is there already is shared."""
+        new = StreamedCache(self._tiers, self._num_layers, self.part)
+        for name in ("length", "documents", "logits", "next_positions", "widths", "reaches", "_batch"):
+            setattr(new, name, getattr(self, name))
+        new.links, new._ids = list(self.links), list(self._ids)
+        for link in new.links:
+            link.stretch.owners.add(new)
+        if self.open_end is not None and self.open_end.filled:
+            new.open_end = self.open_end.rearranged(list(range(self._batch)), new._stores_of_open_end(self._batch))
+        return new
+
+    def rearranged(self, rows: Sequence[int]) -> None:
+        """Have rows that are copies of these rows of before."""
+        rows = list(rows)
+        if rows == list(range(self._batch)):
+            return
+        self.links = [
+            Link(link.stretch, link.stop, tuple(row if link.rows is None else link.rows[row] for row in rows))
+            for link in self.links
+        ]
+        if self.open_end is not None:
+            old, self.open_end = self.open_end, None
+            if old.filled:
+                self.open_end = old.rearranged(rows, self._stores_of_open_end(len(rows)))
+            old.close()
+        if len(self.documents) > 1:
+            self.documents = tuple(self.documents[row] for row in rows)
+        if len(self.next_positions) > 1:
+            self.next_positions = self.next_positions[rows]
+        self.logits = None if self.logits is None else self.logits[rows]
+        self._ids = [ids[rows] for ids in self._ids]
+        self._batch = len(rows)
+
+    # -- growing -------------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: int) -> None:
+        """Make ready for new tokens of so many rows.
+
+        Raises:
+            ValueError: it has other rows.
+        """
+        if not self._batch:
+            self._batch = batch
+        elif batch != self._batch and batch % self._batch == 0:  # several continuations of each row
+            self.batch_repeat_interleave(batch // self._batch)
+        elif batch != self._batch:
+            raise ValueError(
+                f"input_ids has {batch} rows, and the cache {self._batch}: give as many, or a multiple for several "
+                "continuations of each row."
+            )
+
+    def open_end_for(self, count: int) -> OpenEnd:
+        """An open end with room for so many tokens."""
+        if self.open_end is not None and self.open_end.room < count:
+            self.freeze()
+        if self.open_end is None:
+            stores = self._stores_of_open_end(self._batch)
+            self.open_end = OpenEnd(self.length, self._batch, self._num_layers, self.capacity, stores)
+        if not self.open_end.filled:
+            self.open_end.emptied(self.length)
+        return self.open_end
+
+    def freeze(self) -> None:
+        """Have the open end move on to its tier."""
+        end = self.open_end
+        if end is None or not end.filled:
+            return
+        rank, size = self.part
+        # Where ranks hold parts of keys this one keeps its own, cut as those of a long prompt are.
+        whole = Chunk(0, 0, padded_length(end.filled, 1 if size == 1 else 2 * size))
+        own, layers = zigzag(whole, rank, size), range(self._num_layers)
+        chunk = Chunk(0, 0, len(own))
+        stores = self.stores_for(self._batch, [chunk], self.widths, [0] * self._num_layers)
+        pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
+        for layer in layers:
+            k, v = (torch.cat([x[:, :, a:b] for a, b in own.ranges], 2) for x in end.span(layer, len(whole)))
+            pairs[layer].put(chunk, (k, v))
+        stores.settle_all()
+        self.append(Stretch(end.start, end.stop, self._batch, [chunk], [(end.start, end.stop)], pairs,
+                            [0] * self._num_layers, stores))  # fmt: skip
+        end.emptied(end.stop)
+
+    def stores_for(
+        self, batch: int, chunks: Sequence[Chunk], widths: Sequence[Sequence[int]], passed: Sequence[int]
+    ) -> Stores:
+        """Stores for keys and values that are there already.
+
+        Args:
+            batch: rows.
+            chunks: of them.
+            widths: bytes of a token's keys and values, of each layer and row.
+            passed: how many chunks from the first each layer goes without.
+
+        Raises:
+            ValueError: they do not fit in the budgets.
+        """
+        if not self._tiers.limited:
+            return Stores(self._tiers)
+        transit = self._tiers.prefetch + 1 + max(self._tiers.prefetch - 1, 1)
+        requests = []
+        for layer, pair in enumerate(widths):
+            counts = [0 if chunk.index < passed[layer] else len(chunk) * batch for chunk in chunks]
+            sizes = tuple(tuple(count * width for count in counts) for width in pair)
+            requests.append(Request((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, kept=True))
+        return Stores(self._tiers, self._tiers.place(requests, _ADVICE))
+
+    def append(self, stretch: Stretch, rows: tuple[int, ...] | None = None) -> None:
+        """Hold another stretch, behind all others.
+
+        Args:
+            stretch: which.
+            rows: of it, that each row of this cache reads; None for the same.
+        """
+        stretch.owners.add(self)
+        self.links.append(Link(stretch, stretch.stop, rows))
+
+    def grown(
+        self,
+        stop: int,
+        documents: tuple[Starts, ...],
+        next_positions: Tensor,
+        logits: Tensor | None,
+        ids: Tensor,
+    ) -> None:
+        """All layers have had new tokens, up to this place: let go of what no later one can see.
+
+        Args:
+            stop: tokens of a row now.
+            documents: see `StreamedCache.documents`.
+            next_positions: the same.
+            logits: the same.
+            ids: of the new tokens, (B, n).
+        """
+        self.length, self.documents, self.next_positions = stop, documents, next_positions
+        self.logits = logits
+        self._ids.append(ids.cpu())
+        for layer, reach in enumerate(self.reaches):
+            if reach.window is None:
+                continue
+            first = min(each.first_key(stop) for each in reach.over(documents, stop + 1)) - _SPARE
+            for link in self.links:
+                if len(link.stretch.owners) == 1:
+                    link.stretch.let_go(layer, first)
+
+    def open_bytes(self, batch: int) -> int:
+        """Bytes of an open end for so many rows."""
+        return self.capacity * batch * sum(sum(widths) for widths in self.widths)
+
+    def _stores_of_open_end(self, batch: int) -> Stores:
+        if not self._tiers.limited:
+            return Stores(self._tiers)
+        nbytes = self.open_bytes(batch)
+        request = Request(("open",), ((nbytes,),), "open", 0, 0, kept=True)
+        placement = self._tiers.place([request], _ADVICE)
+        if not placement.on_device("open"):
+            raise ValueError(
+                f"device_budget has no room for the {nbytes:,} bytes in which decoded tokens collect: raise it, or use "
+                "a smaller batch."
+            )
+        return Stores(self._tiers, placement)
+
+    # -- transformers' Cache -------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of a row, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """Keys that new tokens meet, and the place of the first."""
+        return self.length + int(query_length), 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """No limit."""
+        return -1
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first forward."""
+        return self._batch or -1
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows."""
+        return self._batch
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: it is not made of tensors of one shape."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds anything."""
+        return self.length > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """As long as no window has let go of what would be wanted again; `crop` says so."""
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Masks are none of transformers' business here."""
+        return [False] * self._num_layers
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer has linear attention."""
+        return [False] * self._num_layers
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """No layer goes without keys and values."""
+        return [False] * self._num_layers
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refused: layers of a streamed model do not call it, and those of another must not.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("this cache belongs to a streamed model: give it to that model, after trunkline.stream().")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Have each row go on from another, as beams do."""
+        self.rearranged(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have each row so many times."""
+        self.rearranged([row for row in range(self._batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Have some of the rows."""
+        self.rearranged(torch.arange(self._batch)[indices.cpu()].tolist())
+
+    def activate_past_recording(self) -> None:
+        """Nothing: what windows see is held in whole chunks, with some more before it."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: so many, as a negative number. A positive one is what is left, as in earlier transformers.
+
+        Raises:
+            ValueError: it has not so many, or a window has let go of what the next token would see.
+        """
+        stop = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
+        if stop < 0:
+            raise ValueError(f"crop({tokens_to_remove}): the cache has {self.length} tokens.")
+        if stop == self.length:
+            return
+        self._require_held(stop)
+        removed = self.length - stop
+        last = max(starts[-1] for starts in self.documents)
+        self.links = [
+            Link(link.stretch, min(link.stop, stop), link.rows) for link in self.links if link.stretch.start < stop
+        ]
+        if self.open_end is not None:
+            if self.open_end.start < stop:
+                self.open_end.shortened(stop)
+            else:
+                self.open_end.emptied(stop)
+        self.documents = tuple(tuple(at for at in starts if at < max(stop, 1)) for starts in self.documents)
+        if last < stop:
+            self.next_positions = self.next_positions - removed
+        else:  # positions of a document begin at 0
+            self.next_positions = torch.tensor([[stop - starts[-1]] for starts in self.documents])
+        self._ids = [self.tokens[:, :stop]]
+        self.length, self.logits = stop, None
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self.links, self.length, self.documents, self.logits, self._ids = [], 0, ((0,),), None, []
+        self.next_positions = torch.zeros(1, 1, dtype=torch.long)
+        self._batch = 0
+        if self.open_end is not None:
+            self.open_end.close()
+            self.open_end = None
+
+    def _require_held(self, stop: int) -> None:
+        for layer, reach in enumerate(self.reaches):
+            first = min(each.first_key(stop) for each in reach.over(self.documents, stop + 1)) if stop else 0
+            for link in self.links:
+                passed = link.stretch.passed[layer]
+                if passed and link.stretch.places[passed - 1][1] > first:
+                    raise ValueError(
+                        f"crop to {stop} tokens: layer {layer} sees {reach.window} tokens, and has let go of those "
+                        "before: prefill again up to there."
+                    )

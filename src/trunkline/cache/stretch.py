@@ -1,0 +1,109 @@
+"""Keys and values of consecutive tokens, for all layers, wherever they rest; once written they do not change.
+
+A cache is made of these, one after another: what one prefill has left is one, and decoded tokens become one whenever
+their open end is full. Several caches may share one: continuations of the same prefix do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trunkline.attention.pairs import Pair, Pairs
+from trunkline.attention.visibility import Range
+from trunkline.chunking import Chunk, spans
+from trunkline.sequence import ChunkedSequence
+from trunkline.tiers.stores import Stores
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Stretch:
+    """Keys and values of tokens `start … stop - 1` of a sequence.
+
+    Attributes:
+        start: place of the first token.
+        stop: place after the last.
+        batch: rows.
+        chunks: this rank's rows of each chunk, in their own numbering from 0.
+        places: (start, stop) of each chunk's tokens in the sequence, without padding.
+        pairs: keys and values of each layer.
+        num_resident: of each layer, how many chunks from the first share one buffer on the device.
+        stores: where they rest.
+        owners: the caches that hold it.
+        passed: of each layer, how many chunks from the first were let go.
+    """
+
+    start: int
+    stop: int
+    batch: int
+    chunks: list[Chunk]
+    places: list[Range]
+    pairs: list[Pairs]
+    num_resident: list[int]
+    stores: Stores
+    owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    passed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.passed = [0] * len(self.pairs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, in whichever tier."""
+        return sum(pair.nbytes for pair in self.pairs)
+
+    def first_met(self, first_key: int) -> int:
+        """The first chunk with a key at or behind a place."""
+        return next((i for i, (_, stop) in enumerate(self.places) if stop > first_key), len(self.places))
+
+    def later(self, layer: int, first_key: int, stop: int) -> Iterator[tuple[int, tuple[ChunkedSequence, ...]]]:
+        """Chunks that `pieces` takes from a feed, in its order, with the sequences that they are in."""
+        first = max(self.first_met(first_key), self.num_resident[layer])
+        for index in range(first, len(self.chunks)):
+            if self.places[index][0] < stop:
+                yield index, self.pairs[layer].later
+
+    def pieces(
+        self, layer: int, first_key: int, stop: int, feed: Iterator[Pair], longest: int
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Keys and values (B, K, T, D), with the place of the first.
+
+        Args:
+            layer: whose.
+            first_key: from which place on they are wanted.
+            stop: up to which.
+            feed: gives those that are in no buffer.
+            longest: most tokens in a piece.
+        """
+        count, met = self.num_resident[layer], self.first_met(first_key)
+        if met < count:
+            end = min(self.places[count - 1][1], stop) - self.start
+            for first, last in spans(self.chunks[met].start, end, longest):
+                yield *self.pairs[layer].span(first, last), self.start + first
+        for index, _ in self.later(layer, first_key, stop):
+            first, last = self.places[index]
+            k, v = next(feed)
+            yield k[:, :, : min(last, stop) - first], v[:, :, : min(last, stop) - first], first
+
+    def parts(
+        self, layer: int, first_key: int, stop: int, feed: Iterator[Pair]
+    ) -> Iterator[tuple[Tensor, Tensor, Range]]:
+        """The same chunk by chunk as this rank has them, with the places of each chunk's tokens on all ranks."""
+        for index in range(self.first_met(first_key), len(self.chunks)):
+            first, last = self.places[index]
+            if first < stop:
+                chunk = self.chunks[index]
+                resident = index < self.num_resident[layer]
+                k, v = self.pairs[layer].span(chunk.start, chunk.stop) if resident else next(feed)
+                yield k, v, (first, min(last, stop))
+
+    def let_go(self, layer: int, first_key: int) -> None:
+        """Hold chunks of a layer no longer that no key from a place on is in."""
+        met = self.first_met(first_key)
+        if met > max(self.passed[layer], self.num_resident[layer]):
+            self.pairs[layer].drop(range(self.passed[layer], met))
+            self.passed[layer] = met

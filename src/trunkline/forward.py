@@ -1,0 +1,284 @@
+"""A streamed model's `forward`: transformers' signature and semantics, in chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from trunkline import documents, engine, inputs, support
+from trunkline.cache import reading
+from trunkline.cache.extend import New, extend
+from trunkline.cache.streamed import StreamedCache
+from trunkline.compilation import is_under_compile
+from trunkline.conditions import Conditions, draw_seed
+from trunkline.config import StreamConfig
+from trunkline.decoder import Batch
+from trunkline.huggingface import HuggingFaceDecoder
+from trunkline.ranks import Agreement, Ranks
+from trunkline.run import Run
+from trunkline.tiers.machines import tiers_for
+from trunkline.tiers.stores import Tiers
+
+_CACHE_FIELD = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in reading.NAMES)
+
+
+class StreamedForward:
+    """A model's `forward` while it is streamed: transformers' signature and semantics, in chunks.
+
+    An object rather than a closure, so that a deep copy of the model streams the copy.
+    """
+
+    def __init__(self, decoder: HuggingFaceDecoder, config: StreamConfig, ranks: Ranks) -> None:
+        self.decoder = decoder
+        self.config = config
+        self.ranks = ranks
+        self.calls = 0
+        self._num_parameters = sum(1 for _ in decoder.model.parameters())
+        self._verified = decoder.device.type != "meta"  # where there were no values there was nothing to compare
+        self._tiers: Tiers | None = None
+        self._tiers_device: torch.device | None = None
+        own = inspect.signature(decoder.model.forward)
+        # Trainer drops columns of a dataset that are no argument of a model's forward.
+        more = inspect.Parameter("document_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        rest = [p for p in own.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        self.__signature__ = own.replace(parameters=[*kept, more, *rest])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the tiers: a copy of the model has its own."""
+        return {**self.__dict__, "_tiers": None}
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where what forwards keep rests; of the device on which the model is now."""
+        device = self.decoder.device
+        if self._tiers is None or self._tiers_device != device:
+            self._tiers, self._tiers_device = tiers_for(device, self.config), device
+        return self._tiers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Forward in chunks.
+
+        Takes what the model's own forward takes: `input_ids` (B, S), and optionally `labels` (B, S, unshifted) or
+        `shift_labels` (B, S), `num_items_in_batch`, `position_ids`, a right-padded `attention_mask`, and without labels
+        `logits_to_keep`. `position_ids` that begin at 0 again mark packed documents; so do `document_ids` (B, S), a
+        number for each token's document, and what packing collators give (`cu_seq_lens_q`, `seq_idx`). Documents never
+        attend to each other, and the last token of one has no target; `shift_labels` are taken as they are.
+
+        Returns:
+            With labels the loss, fp32 (fp64 for an fp64 model): the mean over all tokens whose label is not -100, or
+            their sum over `num_items_in_batch`; 0 where there is none. Logits are not returned: they never exist as a
+            whole. Without labels the logits of the last position (B, 1, V), or of the last `logits_to_keep`.
+
+        Raises:
+            ValueError: an argument is of the wrong shape or not supported; the text names it and the mend.
+        """
+        self._refuse_changes()
+        self.calls += 1
+        model = self.decoder.model
+        if args and args[0] is model:  # accelerate makes a method of what it finds below its wrappers
+            args = args[1:]
+        packing = {name: kwargs.pop(name) for name in documents.ARGUMENTS if name in kwargs}
+        given = self.__signature__.bind(*args, **kwargs).arguments | packing
+        for parameter in self.__signature__.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
+        cache, wants_cache = reading.taken(given, type(model).__name__)
+        if wants_cache:
+            return self.extend(_with_something_new(given, cache), cache)
+        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if given.get(flag) is None:
+                given[flag] = getattr(model.config, flag, None)
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        with self._run(given) as (run, differentiate, wanted):
+            if run.batch.targets is not None:
+                loss = engine.loss(run, differentiate=differentiate)
+            else:
+                logits = engine.last_logits(run, wanted.logits_to_keep)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        return output if wanted.return_dict else output.to_tuple()
+
+    @torch.no_grad()
+    def score(self, **given: Any) -> Tensor:
+        """How well each token is predicted by those before it, in one forward.
+
+        Args:
+            given: what a forward takes, with labels.
+
+        Returns:
+            (2, B, S), fp32: log probability of the token after each, and 1 where that was the likeliest; 0 where it has
+            no label.
+        """
+        with self._run(given) as (run, _, _):
+            return engine.scores(run)
+
+    @contextlib.contextmanager
+    def _run(self, given: dict[str, Any]) -> Iterator[tuple[Run, bool, inputs.Wanted]]:
+        """All layers of a forward: the run, whether it can be differentiated, and what was asked for."""
+        wanted, agreement = self._begin(given)
+        batch = wanted.batch
+        if agreement.num_targets is not None and given.get("num_items_in_batch") is None:
+            batch = replace(batch, divisor=agreement.num_targets)
+        if not self._verified and self.decoder.device.type != "meta":
+            self._verify()
+        conditions = Conditions(self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        self.decoder.begin()
+        with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
+            support.check_length(self.decoder, batch.last_position)
+            reaches = support.reaches(self.decoder)
+            run, differentiate = engine.begin(
+                self.decoder, self.config, batch, conditions, self.tiers, self.ranks, reaches
+            )
+            engine.forward(run, differentiate=differentiate)
+            yield run, differentiate, wanted
+
+    def extend(self, given: dict[str, Any], cache: StreamedCache | None) -> Any:
+        """A forward without labels whose keys and values stay: those of new tokens, over what a cache has.
+
+        Args:
+            given: arguments by name, without the cache; see `trunkline.cache.reading`.
+            cache: of this model, which goes on; None for a new one.
+
+        Returns:
+            transformers' output, with logits of the last positions (B, n, V) and the cache.
+
+        Raises:
+            ValueError: the model is in training mode, or an argument is not supported.
+        """
+        model, tiers = self.decoder.model, self.tiers
+        if cache is None:
+            cache = self.new_cache()
+        found: list[New] = []
+
+        def read() -> tuple[Batch, str]:
+            if model.training:
+                raise ValueError("a cache is filled in training mode, with dropout on: call model.eval() before.")
+            if not cache.belongs_to(tiers):
+                raise ValueError("this cache is another model's, or of other settings of stream(): prefill it anew.")
+            found.append(reading.read(given, type(model).__name__, self._num_words, cache))
+            self._check_device(found[0].batch.input_ids_BS)
+            kind = ("cache", cache.length, found[0].logits_to_keep, self.config.decisive)
+            return found[0].batch, repr(kind)
+
+        _, agreement = self.ranks.begin(read, 0)  # nothing is drawn: what is sampled from the logits is not disturbed
+        if not self._verified and self.decoder.device.type != "meta":
+            self._verify()
+        conditions = Conditions(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        self.decoder.begin()
+        with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
+            support.check_length(self.decoder, found[0].batch.last_position)
+            reaches = cache.reaches or support.reaches(self.decoder)
+            logits = extend(self.decoder, self.config, tiers, self.ranks, conditions, reaches, cache, found[0])
+        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
+        return output if given.get("return_dict") is not False else output.to_tuple()
+
+    def new_cache(self) -> StreamedCache:
+        """An empty cache for this model."""
+        gather = self.ranks.gather
+        part = (0, 1) if gather is None else (gather.rank, gather.size)
+        return StreamedCache(self.tiers, self.decoder.num_layers, part)
+
+    @property
+    def _num_words(self) -> int:
+        """Tokens that there are embeddings for."""
+        count: int = self.decoder.model.get_input_embeddings().weight.shape[0]
+        return count
+
+    def _check_device(self, ids_BS: Tensor) -> None:
+        if ids_BS.device != self.decoder.device:
+            raise ValueError(
+                f"input_ids are on {ids_BS.device} and the model is on {self.decoder.device}: a streamed model is one "
+                "process and one device. Move the input; under torch.nn.DataParallel, which Trainer uses where it sees "
+                "several devices, let it see one (CUDA_VISIBLE_DEVICES=0)."
+            )
+
+    def _verify(self) -> None:
+        """Compare the pieces of a model that had no values when it was streamed with the model itself."""
+        self._verified = True
+        model = self.decoder.model
+        del model.forward
+        try:
+            if self.decoder.own_forward is not None:
+                model.forward = self.decoder.own_forward
+            with self.ranks.guarded():
+                support.verify(self.decoder)
+        finally:
+            model.forward = self
+
+    def _refuse_changes(self) -> None:
+        """Refuse what has been done to the model since it was streamed, and would go wrong unseen.
+
+        Raises:
+            ValueError: the text says what.
+        """
+        model = self.decoder.model
+        if is_under_compile() or model._compiled_call_impl is not None:
+            raise ValueError(
+                f"{type(model).__name__} runs under torch.compile, which would follow every sweep into one graph: pass "
+                "compile=True to stream() instead, which compiles its layers (in TrainingArguments leave torch_compile "
+                "off)."
+            )
+        count = sum(1 for _ in model.parameters())
+        if count != self._num_parameters:  # adapters, perhaps, drawn at random
+            self.ranks.require_same_weights(model)
+            self._num_parameters = count
+
+    def _begin(self, given: dict[str, Any]) -> tuple[inputs.Wanted, Agreement]:
+        """Check what a forward was given, with all other ranks, before the first sweep."""
+        found: list[inputs.Wanted] = []
+
+        def read() -> tuple[Batch, str]:
+            found.append(self._read(given))
+            batch, device = found[0].batch, self.decoder.device.type
+            # Whatever decides which collectives follow.
+            kind = [batch.targets is not None, torch.is_grad_enabled(), self.config.decisive,
+                    torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+                    None if given.get("num_items_in_batch") is None else float(batch.num_targets or 0)]  # fmt: skip
+            return batch, repr(kind)
+
+        _, agreement = self.ranks.begin(read, draw_seed())
+        return found[0], agreement
+
+    def _read(self, given: dict[str, Any]) -> inputs.Wanted:
+        """Check what a forward was given, as far as this rank alone can."""
+        model = self.decoder.model
+        if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
+            raise ValueError(
+                f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes what it needs: "
+                "call model.gradient_checkpointing_disable() (gradient_checkpointing=False in TrainingArguments)."
+            )
+        wanted = inputs.read(given, type(model).__name__, self._num_words)
+        self._check_device(wanted.batch.input_ids_BS)
+        if wanted.batch.targets is None and model.training and torch.is_grad_enabled():
+            raise ValueError(
+                "no labels in training: logits of the whole sequence never exist, so there is nothing to "
+                "differentiate. Pass labels (Trainer takes them away for label_smoothing_factor and "
+                "compute_loss_func: leave these out); for the last logits use model.eval() or torch.no_grad()."
+            )
+        if wanted.batch.targets is not None:
+            support.check_loss(self.decoder)
+        return wanted
+
+
+def _with_something_new(given: dict[str, Any], cache: StreamedCache | None) -> dict[str, Any]:
+    """What a forward is given, where `generate` is called with the tokens of a cache and no others.
+
+    transformers hands on all of them then, as if they were new. Their last is read again instead: its logits are what
+    the first new token is drawn from.
+    """
+    ids_BS = given.get("input_ids")
+    if cache is None or not cache.length or not isinstance(ids_BS, Tensor) or ids_BS.shape != cache.tokens.shape:
+        return given
+    if not torch.equal(ids_BS.cpu(), cache.tokens):
+        return given
+    cache.crop(-1)
+    return {**given, "input_ids": ids_BS[:, -1:], "position_ids": None}

@@ -1,0 +1,1 @@
+"""Prefill and generation on streamed models, and caches on disk."""

@@ -1,0 +1,124 @@
+"""`prefill`, and `generate` from what it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trunkline.cache import reading
+from trunkline.cache.streamed import StreamedCache
+from trunkline.streaming import streamed_forward
+
+
+def prefill(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    cache: StreamedCache | None = None,
+    logits_to_keep: int = 1,
+) -> StreamedCache:
+    """Read tokens: the forward sweep, whose keys and values stay, in the tiers of the model.
+
+    The first stage of inference, and where a long prompt takes its time. Continuations go on from the cache that comes
+    back: `trunkline.generate(model, cache=cache)`, or `model.generate(ids, past_key_values=cache)`. Its `logits` are
+    those of the last position (B, 1, V), or of the last `logits_to_keep`.
+
+    Args:
+        model: streamed, in evaluation mode. Over ranks every rank calls this, with the same tokens.
+        input_ids: (B, S).
+        attention_mask: (B, S), 0 for padding, all on the left or all on the right: rows have lengths of their own.
+        position_ids: (1, S) or (B, S); one that begins at 0 again marks a packed document.
+        document_ids: (B, S), a number for each token's document; documents never attend to each other, and what is
+            generated goes on in the last.
+        cache: of tokens read before, which these follow; it is extended in place. None begins a new one.
+        logits_to_keep: of how many last positions.
+
+    Returns:
+        The cache: a new one, or the one given.
+
+    Raises:
+        ValueError: the model is not streamed or in training mode, an argument is not supported, or keys and values do
+            not fit in the budgets. A cache that was given holds what it held before then.
+    """
+    if cache is None and attention_mask is not None and isinstance(input_ids, Tensor):
+        input_ids, attention_mask, position_ids = _padded_left(input_ids, attention_mask, position_ids)
+    given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+                             "document_ids": document_ids, "logits_to_keep": logits_to_keep}  # fmt: skip
+    output = streamed_forward(model, "prefill").extend(given, cache)
+    found: StreamedCache = next(output[name] for name in reading.NAMES if name in output)
+    return found
+
+
+def generate(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    *,
+    cache: StreamedCache | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Transformers' `generate` on a streamed model: sampling, beams, stopping and streamers are all its own.
+
+    Args:
+        model: streamed, in evaluation mode.
+        input_ids: (B, n), the tokens that follow those of the cache; without a cache the whole prompt. None goes on
+            right behind the cache.
+        cache: of what was read before. It stays as it is, so that any number of continuations can go on from it; one
+            row of it serves several rows of `input_ids`.
+        attention_mask: (B, n), without a cache: 0 for padding, all on the left or all on the right.
+        kwargs: see `transformers.GenerationMixin.generate`: `max_new_tokens`, `do_sample`, `num_beams`, `streamer`,
+            `stopping_criteria`, …
+
+    Returns:
+        What transformers' `generate` returns: tokens (B, n + new), those given before those generated, or its output
+        object with `return_dict_in_generate=True`.
+
+    Raises:
+        ValueError: there is neither a cache nor a prompt, the model is not streamed or in training mode, or an argument
+            is not supported.
+    """
+    forward = streamed_forward(model, "generate")
+    taken = [name for name in ("past_key_values", "use_cache", "position_ids") if kwargs.get(name) is not None]
+    if taken:
+        raise ValueError(f"{taken[0]} is not an argument of trunkline.generate: give what was read before as cache.")
+    if input_ids is None and (cache is None or not cache.length):
+        raise ValueError("there is nothing to go on from: give input_ids (B, S), or a cache from trunkline.prefill.")
+    whole: Any = model
+    if cache is None or not cache.length:
+        assert input_ids is not None
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        input_ids, attention_mask, _ = _padded_left(input_ids, attention_mask, None)
+        return whole.generate(input_ids, attention_mask=attention_mask, **kwargs)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError("attention_mask has padding behind the cache: continue rows of one length together.")
+    own, last = cache.fork(), None
+    if input_ids is None:
+        input_ids = last = own.tokens[:, -1:].to(forward.decoder.device)
+        own.crop(-1)
+    rows, count = input_ids.shape
+    own.begin(rows)
+    mask = torch.ones(rows, own.length + count, dtype=torch.long, device=input_ids.device)
+    positions = own.next_positions.to(input_ids.device).expand(rows, 1) + torch.arange(count, device=input_ids.device)
+    name = reading.argument_of(forward.decoder.model)
+    output = whole.generate(input_ids, attention_mask=mask, position_ids=positions, **{name: own}, **kwargs)
+    return output if last is None or not isinstance(output, Tensor) else output[:, 1:]
+
+
+def _padded_left(ids: Tensor, mask: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows that are padded on the right, padded on the left: the next token comes on the right."""
+    if mask.shape != ids.shape:
+        return ids, mask, positions  # refused elsewhere
+    real = mask != 0
+    lengths = real.sum(1)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    if not bool((lengths < ids.shape[1]).any()) or not torch.equal(real, places < lengths[:, None]):
+        return ids, mask, positions
+    source = (places - (ids.shape[1] - lengths)[:, None]) % ids.shape[1]
+    moved = positions if positions is None else positions.expand(len(ids), -1).gather(1, source)
+    return ids.gather(1, source), mask.gather(1, source), moved

@@ -1,0 +1,85 @@
+"""Prefill and decoding over ranks: the logits of one process, and its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from oracle import tokens
+
+import trunkline
+from distributed.processes import run
+
+STOPS = [61, 62, 63, 80, 121]
+
+
+def expected_of(family: str, ids: torch.Tensor, **overrides: Any) -> tuple[Any, torch.Tensor]:
+    model = build(family, **overrides).eval()
+    with torch.no_grad():
+        return model, model(ids, use_cache=False).logits
+
+
+def read(
+    degrees: dict[str, int], zero: int | None, folder: str, settings: dict[str, Any], overrides: dict[str, Any]
+) -> float:
+    """The largest error of logits after a prompt, and after what follows it."""
+    from trunkline.cache import streamed
+
+    streamed.OPEN_TOKENS = 8
+    ids = tokens(2, 121)
+    model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, **overrides)
+    mesh = trunkline.init_mesh(**degrees)
+    if zero is not None:
+        trunkline.shard(model, mesh, zero=zero)
+    trunkline.stream(model, mesh=mesh, chunk_size=16, **({**settings, "disk": folder} if settings else {}))
+    cache, error = trunkline.prefill(model, ids[:, :60]), 0.0
+    for stop in STOPS:
+        trunkline.prefill(model, ids[:, cache.length : stop], cache=cache)
+        error = max(error, float((cache.logits[:, 0] - expected[:, stop - 1]).abs().max()))
+    return error
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("budget", [None, 400_000])
+@pytest.mark.parametrize(
+    ("degrees", "zero"),
+    [({"sp": 2}, None), ({"cp": 2}, None), ({"sp": 2}, 3), ({"cp": 2}, 3)],
+    ids=["sp2", "cp2", "sp2-zero3", "cp2-zero3"],
+)
+def test_two_ranks(
+    degrees: dict[str, int], zero: int | None, budget: int | None, window: int | None, tmp_path: Path
+) -> None:
+    settings = {} if budget is None else {"device_budget": budget}
+    errors = run(2, read, degrees, zero, str(tmp_path), settings, {"sliding_window": window})
+    assert max(errors) < 1e-9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("degrees", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
+def test_four_ranks(degrees: dict[str, int], tmp_path: Path) -> None:
+    errors = run(4, read, degrees, 3, str(tmp_path), {"device_budget": 400_000}, {"sliding_window": 20})
+    assert max(errors) < 1e-9
+
+
+def write(degrees: dict[str, int], folder: str) -> list[Any]:
+    """What is generated behind a prompt, and behind a cache that was on disk."""
+    model, ids = build("llama").eval(), tokens(2, 60)
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, **how)
+    mesh = trunkline.init_mesh(**degrees)
+    trunkline.stream(model, mesh=mesh, chunk_size=16)
+    found = trunkline.generate(model, ids, **how)
+    cache = trunkline.prefill(model, ids)
+    trunkline.save_cache(model, cache, Path(folder) / "cache")
+    again = trunkline.generate(model, cache=trunkline.load_cache(model, Path(folder) / "cache"), **how)
+    return [expected.tolist(), found.tolist(), torch.cat([ids, again], 1).tolist()]
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_generation(degrees: dict[str, int], tmp_path: Path) -> None:
+    for expected, found, again in run(2, write, degrees, str(tmp_path)):
+        assert found == expected
+        assert again == expected
