@@ -191,6 +191,57 @@ def report_command(
     return job
 
 
+@app.command(
+    "generate", epilog="How prompts are read, where keys and values rest, and caches on disk: docs/generate.md."
+)
+def generate_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face model with its tokenizer.")],
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Text of the prompt, - for standard input; may be repeated."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text behind that of the files.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this share.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens; 0 for all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the tokenizer's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Of the model.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")] = "auto",
+    chunk_size: Annotated[str, typer.Option(metavar="TOKENS|auto", help="Tokens of the prompt in a chunk.")] = "auto",
+    device_budget: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
+    ] = None,
+    host_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")] = None,
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")] = None,
+    save_cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write what was read, to go on from another time.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Go on from what was read and written there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the text, speeds, peaks.")] = False,
+) -> Job:
+    """Read a prompt of any length, and print what a model writes behind it."""
+
+    def job() -> None:
+        from trunkline.cli.generate import Asked, run_generate
+
+        given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget}
+        if chunk_size != "auto" and not chunk_size.isdigit():
+            raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
+        stream = {"chunk_size": int(chunk_size) if chunk_size != "auto" else "auto",
+                  **{name: value for name, value in given.items() if value is not None}}  # fmt: skip
+        run_generate(
+            Asked(model, file or (), prompt, max_new_tokens, dtype, device, temperature, top_p, top_k, seed, chat,
+                  save_cache, load_cache, as_json, stream)
+        )  # fmt: skip
+
+    return job
+
+
 def main() -> None:
     """Run the command line and exit."""
     sys.exit(run(sys.argv[1:]))
