@@ -176,11 +176,18 @@ def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
             f"data.tokenizer: the folder '{folder}' holds no tokenizer that transformers can load "
             f"({_first_line(error)}). Save one there with tokenizer.save_pretrained, or set data.tokenizer to 'bytes'."
         ) from error
-    added_alone = tokenizer("", add_special_tokens=True)["input_ids"]
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    prefix = (bos,) if bos is not None and added_alone[:1] == [bos] else ()
+    eos = tokenizer.eos_token_id
     suffix = (eos,) if eos is not None else ()
-    return Encoder(tokenizer, False, prefix, suffix, max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1))
+    return Encoder(
+        tokenizer, False, bos_of(tokenizer), suffix, max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    )
+
+
+def bos_of(tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that a tokenizer begins texts with by itself: its beginning-of-sequence token, or none."""
+    added_alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    bos = tokenizer.bos_token_id
+    return (bos,) if bos is not None and added_alone[:1] == [bos] else ()
 
 
 def _first_line(error: BaseException) -> str:
