@@ -1,0 +1,117 @@
+"""Models for evaluation: one of transformers, unstreamed, and fakes whose answers are known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trunkline.evaluate import TokenScores
+from trunkline.evaluate.tasks import Answer, Sample
+
+
+class PlainModel:
+    """A transformers model as scorer and continuer, all logits at once."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> TokenScores:
+        logits = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1]
+        targets = input_ids[:, 1:]
+        log_probs = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        return TokenScores(
+            torch.nn.functional.pad(log_probs, (1, 0)),
+            torch.nn.functional.pad(logits.argmax(-1) == targets, (1, 0)),
+        )
+
+    @torch.no_grad()
+    def continue_(self, prefix_ids: Tensor, continuations: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
+        found = []
+        for continuation in continuations:
+            ids = torch.cat([prefix_ids, continuation[None]], dim=1)
+            start = ids.shape[1]
+            for _ in range(max_new_tokens):
+                ids = torch.cat([ids, self.model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)[:, None]], 1)
+            found.append(ids[0, start:].tolist())
+        return found
+
+
+class Knowing:
+    """Retrieves every answer whose statement begins at most `window` tokens before it, and no other.
+
+    Answers without a statement are retrieved where the window holds the whole sequence. It must know the samples: it
+    finds them by their ids.
+    """
+
+    def __init__(self, samples: Iterable[Sample], tokenizer: Any, window: int) -> None:
+        self.samples = {tuple(sample.ids.tolist()): sample for sample in samples}
+        self.by_prefix = {ids[: sample.prefix_length]: sample for ids, sample in self.samples.items()}
+        self.tokenizer, self.window = tokenizer, window
+        self.forwards, self.prefills = [], []
+
+    def knows(self, sample: Sample, answer: Answer) -> bool:
+        begin = 0 if answer.evidence is None else answer.evidence[0]
+        return answer.start - begin <= self.window
+
+    def __call__(self, input_ids: Tensor) -> TokenScores:
+        self.forwards.append(tuple(input_ids.shape))
+        log_probs = torch.full(input_ids.shape, -0.25)
+        log_probs[:, 0] = 0
+        is_greedy = torch.zeros(input_ids.shape, dtype=torch.bool)
+        for row, ids in enumerate(input_ids.tolist()):
+            sample = self.samples[tuple(ids)]
+            for answer in sample.answers:
+                is_greedy[row, answer.start : answer.stop] = True
+                # All tokens but one are right: an answer is retrieved whole or not at all.
+                is_greedy[row, answer.stop - 1] = self.knows(sample, answer)
+        return TokenScores(log_probs, is_greedy)
+
+    def continue_(self, prefix_ids: Tensor, continuations: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
+        sample = self.by_prefix[tuple(prefix_ids[0].tolist())]
+        self.prefills.append(prefix_ids.shape[1])
+        assert [c.tolist() for c in continuations] == [c.tolist() for c in sample.continuations]
+        found = []
+        for question in sample.questions:
+            words = [answer.text if self.knows(sample, answer) else "unknown" for answer in question.answers]
+            ids = self.tokenizer(f" {' and '.join(reversed(words))}.", add_special_tokens=False)["input_ids"]
+            found.append(ids[:max_new_tokens])
+        return found
+
+
+class Inducing:
+    """Predicts what followed the longest earlier occurrence of what is before a token, within a window.
+
+    It knows nothing of tasks: it reads token ids, as an induction head does. Needles it finds exactly where they are in
+    its window, since a question repeats its needle's words.
+    """
+
+    def __init__(self, window: int, most: int = 64) -> None:
+        self.window, self.most = window, most
+
+    def next(self, ids: list[int]) -> int:
+        best, found = 0, -1
+        for end in range(len(ids) - 1, max(0, len(ids) - self.window), -1):
+            length = 0
+            while length < min(self.most, end) and ids[end - 1 - length] == ids[len(ids) - 1 - length]:
+                length += 1
+            if length > best:
+                best, found = length, ids[end]
+        return found
+
+    def __call__(self, input_ids: Tensor) -> TokenScores:
+        is_greedy = [[i > 0 and self.next(row[:i]) == row[i] for i in range(len(row))] for row in input_ids.tolist()]
+        return TokenScores(torch.zeros(input_ids.shape), torch.tensor(is_greedy))
+
+    def continue_(self, prefix_ids: Tensor, continuations: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
+        found = []
+        for continuation in continuations:
+            ids = prefix_ids[0].tolist() + continuation.tolist()
+            for _ in range(max_new_tokens):
+                ids.append(self.next(ids))
+            found.append(ids[-max_new_tokens:])
+        return found
