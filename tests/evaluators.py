@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -90,21 +91,24 @@ class Inducing:
     its window, since a question repeats its needle's words.
     """
 
-    def __init__(self, window: int, most: int = 64) -> None:
-        self.window, self.most = window, most
+    def __init__(self, window: int) -> None:
+        self.window = window
 
-    def next(self, ids: list[int]) -> int:
-        best, found = 0, -1
-        for end in range(len(ids) - 1, max(0, len(ids) - self.window), -1):
-            length = 0
-            while length < min(self.most, end) and ids[end - 1 - length] == ids[len(ids) - 1 - length]:
-                length += 1
-            if length > best:
-                best, found = length, ids[end]
+    def predictions(self, ids: list[int]) -> list[int]:
+        """What it holds for most likely behind each token."""
+        tokens = np.array(ids)
+        lengths = np.zeros(len(tokens) + 1, dtype=np.int64)
+        found = []
+        for place, token in enumerate(tokens):
+            # How many tokens up to each place are those up to this one.
+            lengths[1:] = np.where(tokens == token, lengths[:-1] + 1, 0)
+            first = max(0, place - self.window)
+            earlier = lengths[first + 1 : place + 1][::-1]
+            found.append(int(tokens[place - earlier.argmax()]) if earlier.any() else -1)
         return found
 
     def __call__(self, input_ids: Tensor) -> TokenScores:
-        is_greedy = [[i > 0 and self.next(row[:i]) == row[i] for i in range(len(row))] for row in input_ids.tolist()]
+        is_greedy = [[False, *np.equal(self.predictions(row)[:-1], row[1:])] for row in input_ids.tolist()]
         return TokenScores(torch.zeros(input_ids.shape), torch.tensor(is_greedy))
 
     def continue_(self, prefix_ids: Tensor, continuations: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
@@ -112,6 +116,6 @@ class Inducing:
         for continuation in continuations:
             ids = prefix_ids[0].tolist() + continuation.tolist()
             for _ in range(max_new_tokens):
-                ids.append(self.next(ids))
+                ids.append(self.predictions(ids)[-1])
             found.append(ids[-max_new_tokens:])
         return found

@@ -1,0 +1,110 @@
+"""Haystacks: sentences of a grammar, of a user's own texts; filled to the token."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkline.data import make_byte_tokenizer
+from trunkline.evaluate.draws import Draws
+from trunkline.evaluate.tasks import TASKS, Pieces, Prose, Texts, make_sample
+from trunkline.evaluate.tasks.filling import cut_front, fill_with
+from trunkline.evaluate.tasks.haystack import split_sentences
+
+TEXT = "It is 3.5 miles to the inn. Who goes there? 他走了。她来了\uff01\nA line\n\nAnother one. " + "endless " * 200
+
+
+def test_prose_is_varied_and_has_no_digits():
+    sentences = list(itertools.islice(Prose().sentences(Draws(0)), 2000))
+    assert len(set(sentences)) > 1950
+    assert all(sentence[0] == " " and sentence[-1] == "." for sentence in sentences)
+    assert not any(letter.isdigit() or letter in "{}" for sentence in sentences for letter in sentence)
+    # 14 forms, each as likely: 143 of 2,000, with a standard deviation of 11.5; six of these.
+    assert abs(sum(sentence.startswith(" Nobody knew why") for sentence in sentences) - 143) < 70
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(alphabet="aB .!?。\uff01\n\"' ", max_size=300))
+def test_sentences_join_to_the_text(text):
+    pieces = split_sentences(text)
+    assert "".join(pieces) == text
+    assert all(pieces)
+
+
+def test_texts_are_cut_where_sentences_and_lines_end():
+    pieces = split_sentences(TEXT)
+    assert pieces[:6] == [
+        "It is 3.5 miles to the inn.", " Who goes there?", " 他走了。", "她来了\uff01\n", "A line\n\n", "Another one.",
+    ]  # fmt: skip
+    assert all(len(piece) <= 600 for piece in pieces)
+    assert len(pieces) > 8
+
+
+def test_a_users_texts_are_the_haystack(tmp_path):
+    (tmp_path / "a.txt").write_text("The first file has one sentence. And two.\n", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("The second file, that is “the last”.\n", encoding="utf-8")
+    tokenizer = make_byte_tokenizer()
+    sample = make_sample(
+        TASKS["needle"],
+        Pieces(tokenizer),
+        Texts.read(["*.txt"], base=tmp_path),
+        length=3000,
+        index=0,
+        depths=(0.5,),
+        seed=0,
+    )
+    text = tokenizer.decode(sample.ids)
+    # In their order, and from the beginning again.
+    assert "And two.\nThe second file, that is “the last”.\nThe first file" in text
+    assert "market" not in text
+    (answer,) = sample.answers
+    assert tokenizer.decode(sample.ids[answer.start : answer.stop]) == f" {answer.text}"
+
+
+def test_texts_without_text_are_refused():
+    with pytest.raises(ValueError, match="haystack: the texts are empty"):
+        Texts(["", " \n"])
+
+
+def test_a_haystack_without_tokens_is_refused():
+    pieces = Pieces(make_byte_tokenizer())
+    with pytest.raises(ValueError, match="haystack: its text has no tokens"):
+        fill_with(pieces, itertools.repeat(""), 10)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2000), st.integers(0, 50))
+def test_filling_is_exact_and_whole_but_for_the_first(num_tokens, seed):
+    pieces = Pieces(make_byte_tokenizer())
+    filled = fill_with(pieces, Prose().sentences(Draws(seed)), num_tokens)
+    assert sum(map(len, filled)) == num_tokens
+    sentences = [list(s.encode()) for s in itertools.islice(Prose().sentences(Draws(seed)), 100)]
+    joined = [token for sentence in sentences for token in sentence]
+    whole = [token for sentence in filled for token in sentence]
+    if filled:
+        assert all(sentence in sentences for sentence in filled[1:])
+        # What is kept ends with a sentence, and is all that was before it but for the front.
+        ends = list(itertools.accumulate(map(len, sentences)))
+        assert any(joined[end - num_tokens : end] == whole for end in ends if end >= num_tokens)
+
+
+def test_cutting_the_front_takes_whole_sentences_too():
+    assert cut_front([[1, 2], [3], [4, 5]], 3) == [[4, 5]]
+    assert cut_front([[1, 2], [3], [4, 5]], 1) == [[2], [3], [4, 5]]
+    assert cut_front([[1, 2]], 2) == []
+
+
+def test_pieces_keep_the_ids_that_they_have_within_a_text():
+    """A tokenizer that marks the beginning of whatever it is given marks no piece so."""
+
+    class Marking(SimpleNamespace):
+        def __call__(self, texts, **settings):
+            return {"input_ids": [[1, *text.encode()] for text in texts]}
+
+    pieces = Pieces(Marking(bos_token_id=None, unk_token_id=None))
+    assert pieces.encode(" is") == list(b" is")
+    assert pieces.encode_many(["A line", " goes"], lines=True) == [list(b"A line"), list(b" goes")]
