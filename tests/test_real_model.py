@@ -66,3 +66,29 @@ def test_packed_files(model: PreTrainedModel, text: Tensor) -> None:
     trunkline.stream(model, chunk_size=1024)
     check(packed(model, text[:, :4096], position_ids=positions([lengths])), expected, torch.float32, tolerance=1e-4)
     trunkline.unstream(model)
+
+
+@pytest.mark.parametrize("length", [100, 2_000, 7_500])
+def test_greedy_generation_is_transformers_own(
+    model: PreTrainedModel, text: Tensor, length: int, tmp_path: Path
+) -> None:
+    """Token for token, whatever the chunks, with keys and values on the device, in part there, and on disk."""
+    how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.eval()
+    expected = model.generate(text[:, :length], **how)
+    token = 30 * 2 * 3 * 64 * 4  # bytes of keys and values: layers, both, heads, head dim, fp32
+    places = [{}, {"device_budget": 256 * token + 2**25, "disk": tmp_path}]
+    if length > 1_000:
+        places.append({"device_budget": 256 * token + 2**25 + length * token // 2, "disk": tmp_path})
+    for place in places:
+        for chunk_size in (512, 1_000, 4_096) if not place else (512, 1_000):
+            trunkline.stream(model, chunk_size=chunk_size, **place)
+            found = model.generate(text[:, :length], **how)
+            assert found.tolist() == expected.tolist(), (place, chunk_size)
+            cache = trunkline.prefill(model, text[:, :length])
+            behind = trunkline.generate(model, cache=cache, **how)
+            assert behind.tolist() == expected[:, length:].tolist(), (place, chunk_size)
+            meters = trunkline.read_meters(model)
+            assert (meters.peaks["disk"] > 0) == (bool(place) and length > 1_000)
+            trunkline.unstream(model)
+    model.train()

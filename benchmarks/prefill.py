@@ -1,0 +1,223 @@
+"""Prefill against its own kernels and against transformers'; decoding against keys and values on disk.
+
+Time: a prefill, the attention kernels and matrix products of it run bare, and transformers' own prefill (`use_cache`,
+SDPA) of the same model, in alternation. Memory: the peak of the resident set in a process of its own, above what the
+process had before, less keys and values. Decoding: bytes that arrive from disk in a second, against the same blocks
+read one after another with nothing beside it.
+
+    python benchmarks/prefill.py --disk /some/folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _alternation import alternate, median, write_json
+from _kernels import Bare, Recorder
+from _resident import answered, in_own_process, reset_peak, status
+from _variants import DTYPES, Setup
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import trunkline
+
+_MIB = 2**20
+
+
+def build(setup: Setup, dtype: str) -> LlamaForCausalLM:
+    """SmolLM2-135M's shape, by default, in fewer layers."""
+    torch.set_num_threads(setup.threads)
+    torch.manual_seed(setup.seed)
+    config = LlamaConfig(
+        vocab_size=setup.vocab_size, hidden_size=setup.hidden_size, intermediate_size=setup.intermediate_size,
+        num_hidden_layers=setup.layers, num_attention_heads=setup.heads, num_key_value_heads=setup.kv_heads,
+        head_dim=setup.head_dim, max_position_embeddings=2**20, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(DTYPES[dtype]).eval()
+
+
+def tokens(setup: Setup, length: int) -> Tensor:
+    """A prompt, (1, S)."""
+    return torch.randint(0, setup.vocab_size, (1, length), generator=torch.Generator().manual_seed(setup.seed))
+
+
+@torch.no_grad()
+def own_prefill(model: LlamaForCausalLM, ids: Tensor) -> Any:
+    """A prefill of transformers' own."""
+    return model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+
+def kv_bytes(setup: Setup, length: int, dtype: str) -> int:
+    """Bytes of keys and values."""
+    return 2 * setup.layers * setup.kv_heads * setup.head_dim * length * DTYPES[dtype].itemsize
+
+
+# -- in processes of their own -----------------------------------------------------------------------------------------
+
+
+def memory(setup: Setup, dtype: str, length: int, who: str, chunk_size: int) -> dict[str, Any]:
+    """The most that a prefill takes beside weights, keys and values."""
+    model, ids = build(setup, dtype), tokens(setup, length)
+    if who == "trunkline":
+        trunkline.stream(model, chunk_size=chunk_size)
+        trunkline.prefill(model, ids[:, : 2 * chunk_size])  # libraries and code are loaded
+    else:
+        own_prefill(model, ids[:, : 2 * chunk_size])
+    gc.collect()
+    before = status("VmRSS")
+    reset_peak()
+    kept = trunkline.prefill(model, ids) if who == "trunkline" else own_prefill(model, ids)
+    peak = status("VmHWM") - before
+    assert kept is not None
+    return {"peak": peak, "beside": peak - kv_bytes(setup, length, dtype)}
+
+
+# -- here --------------------------------------------------------------------------------------------------------------
+
+
+def speed(setup: Setup, dtype: str, length: int, chunk_size: int, rounds: int, console: Console) -> dict[str, Any]:
+    """Seconds of a prefill, of its kernels alone, and of transformers' own."""
+    model, ids = build(setup, dtype), tokens(setup, length)
+    trunkline.stream(model, chunk_size=chunk_size)
+    with Recorder() as recorder:
+        ours = trunkline.prefill(model, ids).logits
+    bare = Bare(recorder.calls)
+    trunkline.unstream(model)
+    theirs = own_prefill(model, ids).logits
+    assert ours is not None
+    difference = float((ours[:, -1].float() - theirs[:, -1].float()).abs().max() / theirs.float().abs().max())
+
+    def streamed() -> float:
+        trunkline.stream(model, chunk_size=chunk_size)
+        begin = time.perf_counter()
+        cache = trunkline.prefill(model, ids)
+        seconds = time.perf_counter() - begin
+        del cache
+        trunkline.unstream(model)
+        return seconds
+
+    def plain() -> float:
+        begin = time.perf_counter()
+        found = own_prefill(model, ids)
+        seconds = time.perf_counter() - begin
+        del found
+        return seconds
+
+    ways = {"prefill": streamed, "kernels": lambda: bare.run()["total"], "transformers": plain}
+    seconds = alternate(ways, rounds, lambda text: console.print(text, style="dim"))
+    ratios = {way: [a / b for a, b in zip(seconds["prefill"], seconds[way], strict=True)] for way in ways}
+    return {"seconds": seconds, "ratios": {way: median(found) for way, found in ratios.items()},
+            "rounds": ratios, "difference": difference, "calls": recorder.counts}  # fmt: skip
+
+
+def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, count: int) -> dict[str, Any]:
+    """Decoded tokens against keys and values on disk."""
+    model, ids = build(setup, dtype), tokens(setup, length)
+    chunk = 2 * setup.kv_heads * setup.head_dim * chunk_size * DTYPES[dtype].itemsize
+    hidden = setup.hidden_size * chunk_size * DTYPES[dtype].itemsize
+    live = kv_bytes(setup, length, dtype) // setup.layers
+    budget = live + 8 * (chunk + hidden) + kv_bytes(setup, 1_024, dtype)
+    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk)
+    cache = trunkline.prefill(model, ids)
+    on_disk = trunkline.read_meters(model).peaks["disk"]
+    trunkline.prefill(model, ids[:, :1], cache=cache)  # the first after a prompt has nothing on its way yet
+    trunkline.read_meters(model)
+    begin = time.perf_counter()
+    for at in range(count):
+        trunkline.prefill(model, ids[:, at : at + 1], cache=cache)
+    seconds = time.perf_counter() - begin
+    fetch = trunkline.read_meters(model).lanes["fetch"]
+    sequential = _sequential(cache, count)
+    return {
+        "on_disk": on_disk, "kv": kv_bytes(setup, length, dtype), "seconds_a_token": seconds / count,
+        "fetched_a_token": fetch.moved // count, "bandwidth": fetch.moved / seconds, "sequential": sequential,
+        "share": fetch.moved / seconds / sequential, "exposed_share": fetch.exposed / seconds,
+        "busy_share": fetch.busy / seconds,
+    }  # fmt: skip
+
+
+def _sequential(cache: trunkline.StreamedCache, rounds: int) -> float:
+    """Bytes in a second that come from the same blocks, one after another, through the same file and lane."""
+    best = 0.0
+    for _ in range(max(rounds // 4, 2)):
+        moved, begin = 0, time.perf_counter()
+        for link in cache.links:
+            for layer, pairs in enumerate(link.stretch.pairs):
+                for sequence in pairs.later:
+                    for x in sequence.read(range(link.stretch.passed[layer], len(link.stretch.chunks))):
+                        moved += x.nbytes
+        best = max(best, moved / (time.perf_counter() - begin))
+    return best
+
+
+def main() -> None:
+    if answered(memory):
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=65_536)
+    parser.add_argument("--chunk-size", type=int, default=4_096)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16, help="that are decoded")
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="folder of the scratch file")
+    parser.add_argument("--only", nargs="+", choices=("speed", "memory", "decoding"),
+                        default=["speed", "memory", "decoding"])  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "prefill.json")
+    given = parser.parse_args()
+    setup = Setup(given.layers, 49_152, given.chunk_size, given.threads, 576, 9, 3, 64, 1_536)
+    console, found = Console(), dict[str, Any]()
+    table = Table(title=f"{given.layers} layers of SmolLM2's shape, {given.dtype}, chunks of {given.chunk_size:,}, "
+                        f"{given.threads} threads", header_style="bold", title_justify="left")  # fmt: skip
+    for name, right in (("what", False), ("measured", True), ("asked", True)):
+        table.add_column(name, justify="right" if right else "left")
+    if "speed" in given.only:
+        found["speed"] = each = speed(setup, given.dtype, given.length, given.chunk_size, given.rounds, console)
+        table.add_row(
+            f"{given.length:,} tokens: time / its kernels and products", f"{each['ratios']['kernels']:.3f}", "1.05"
+        )
+        table.add_row("time / transformers' own prefill", f"{each['ratios']['transformers']:.3f}", "1")
+        table.add_row("last logits, largest difference", f"{each['difference']:.1e}", "")
+    if "memory" in given.only:
+        found["memory"] = {}
+        for length in (given.length // 4, given.length // 2, given.length):
+            for who in ("trunkline", "transformers"):
+                task = {"setup": vars_of(setup), "dtype": given.dtype, "length": length, "who": who,
+                        "chunk_size": given.chunk_size}  # fmt: skip
+                found["memory"][f"{who} {length}"] = each = in_own_process(__file__, task)
+                cell = f"{each['beside'] / _MIB:.1f} MiB"
+                asked = "independent" if who == "trunkline" else ""
+                table.add_row(f"{length:,} tokens, {who}: peak beside weights and K/V", cell, asked)
+        ratio = (
+            found["memory"][f"transformers {given.length}"]["peak"]
+            / found["memory"][f"trunkline {given.length}"]["peak"]
+        )
+        table.add_row("transformers' peak / ours, keys and values with them", f"{ratio:.2f}", "")
+    if "decoding" in given.only:
+        found["decoding"] = each = decoding(
+            setup, given.dtype, given.length, given.chunk_size, given.disk, given.tokens
+        )
+        table.add_row("decoding: of keys and values on disk", f"{each['on_disk'] / each['kv']:.0%}", "")
+        table.add_row("bytes arrive at, of sequential reading", f"{each['share']:.0%}", "80%")
+        table.add_row("compute waits for them", f"{each['exposed_share']:.0%} of the time", "told")
+    console.print(table)
+    write_json(given.out, found)
+    console.print(f"wrote {given.out}")
+
+
+def vars_of(setup: Setup) -> dict[str, Any]:
+    """A setup as JSON says it."""
+    return {name: getattr(setup, name) for name in setup.__dataclass_fields__}
+
+
+if __name__ == "__main__":
+    main()
