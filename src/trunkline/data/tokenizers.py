@@ -176,6 +176,11 @@ def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
             f"data.tokenizer: the folder '{folder}' holds no tokenizer that transformers can load "
             f"({_first_line(error)}). Save one there with tokenizer.save_pretrained, or set data.tokenizer to 'bytes'."
         ) from error
+    return encoder_of(tokenizer)
+
+
+def encoder_of(tokenizer: Any) -> Encoder:
+    """Wrap a Hugging Face tokenizer that is loaded already."""
     eos = tokenizer.eos_token_id
     suffix = (eos,) if eos is not None else ()
     return Encoder(

@@ -27,7 +27,7 @@ OPTIONAL: dict[str, tuple[str, str]] = {
     "flash-attn-4": ("faster attention on Blackwell (B200)", ""),
     "liger-kernel": ("fused norms, MLPs and rotary positions", ""),
     "matplotlib": ("figures of benchmarks and reports", ">=3.9"),
-    "lm-eval": ("standard benchmarks of a trained model", ""),
+    "lm-eval": ("standard benchmarks of a trained model", ">=0.4.13"),
 }
 
 
