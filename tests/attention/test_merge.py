@@ -63,3 +63,19 @@ def test_half_precision_accumulators_are_an_error() -> None:
     o = torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16)
     with pytest.raises(AssertionError, match="fp32"):
         merge_(o, o[..., 0], o, o[..., 0])
+
+
+def test_rows_that_met_nothing_weigh_nothing() -> None:
+    """Where others hold their keys; without that it is an error."""
+    generator = torch.Generator().manual_seed(0)
+    o, lse = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 2, 3, generator=generator)
+    merged = Merged(8)
+    merged.add((2, 5), o.clone(), lse.clone())
+    with pytest.raises(AssertionError, match="met no keys"):
+        merged.result()
+    found, weight = merged.result(some=True)
+    assert torch.equal(found[:, :, 2:5], o)
+    assert torch.equal(weight[:, :, 2:5], lse)
+    for rows in (slice(0, 2), slice(5, 8)):
+        assert not found[:, :, rows].any()
+        assert (weight[:, :, rows] == -torch.inf).all()

@@ -161,6 +161,20 @@ def test_a_window_keeps_only_what_it_sees(tmp_path: Path) -> None:
         trunkline.unstream(model)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2"])
+@pytest.mark.parametrize("chunk_size", [16, 100])
+def test_nothing_but_keys_and_values_stays(family: str, chunk_size: int) -> None:
+    """Also where a layer projects queries, keys and values at once, and in one chunk."""
+    model = build(family, torch.float32).eval()
+    trunkline.stream(model, chunk_size=chunk_size)
+    cache = trunkline.prefill(model, tokens(1, 100))
+    storages = set()
+    for pairs in cache.links[0].stretch.pairs:
+        held = pairs.span(0, 100)
+        storages |= {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in held}
+    assert sum(nbytes for _, nbytes in storages) == cache.nbytes
+
+
 def test_budgets_hold(tmp_path: Path) -> None:
     """Keys and values on disk: the device has what is under way, whatever the length."""
     model = build("llama", torch.float32).eval()

@@ -83,3 +83,31 @@ def test_generation(degrees: dict[str, int], tmp_path: Path) -> None:
     for expected, found, again in run(2, write, degrees, str(tmp_path)):
         assert found == expected
         assert again == expected
+
+
+def read_padded(degrees: dict[str, int]) -> float:
+    """Rows of which one has most of its keys where another has padding, decoded several tokens at a time."""
+    from trunkline.cache import streamed
+
+    streamed.OPEN_TOKENS = 8
+    ids, more = tokens(3, 40), tokens(3, 30)
+    pads = (0, 37, 20)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    model = build("mistral", sliding_window=9).eval()
+    with torch.no_grad():
+        alone = [torch.cat([ids[row, pad:], more[row]])[None] for row, pad in enumerate(pads)]
+        expected = [model(each, use_cache=False).logits[0, -30:] for each in alone]
+    trunkline.stream(model, mesh=trunkline.init_mesh(**degrees), chunk_size=16)
+    cache, error = trunkline.prefill(model, ids, attention_mask=mask), 0.0
+    for stop in (1, 2, 7, 13, 14, 30):
+        trunkline.prefill(model, more[:, cache.length - 40 : stop], cache=cache)
+        for row in range(3):
+            error = max(error, float((cache.logits[row, 0] - expected[row][stop - 1]).abs().max()))
+    return error
+
+
+@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_padded_rows(degrees: dict[str, int]) -> None:
+    assert max(run(2, read_padded, degrees)) < 1e-9

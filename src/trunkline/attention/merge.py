@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -79,11 +80,20 @@ class Merged:
         """Whether no row has come up."""
         return not self._met
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output (B, H, rows, D), and log-sum-exp (B, H, rows)."""
+    def result(self, *, some: bool = False) -> tuple[Tensor, Tensor]:
+        """Output (B, H, rows, D), and log-sum-exp (B, H, rows).
+
+        Args:
+            some: rows may have met no keys, which others hold: their output is 0, and their log-sum-exp -inf.
+        """
         assert self._o is not None
         assert self._lse is not None
-        assert sum(stop - start for start, stop in self._met) == self._rows, "a row has met no keys"
+        met = [(0, 0), *self._met, (self._rows, self._rows)]
+        for (_, start), (stop, _) in pairwise(met):
+            if start < stop:
+                assert some, "a row has met no keys"
+                self._o[:, :, start:stop] = 0
+                self._lse[:, :, start:stop] = -torch.inf
         return self._o, self._lse
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

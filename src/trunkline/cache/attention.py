@@ -219,21 +219,16 @@ class CachedCore:
         merged = [Merged(q.shape[2]) for _ in range(1 if whole else extension.batch)]
         for rows, keys, values, first in self._pieces(chunk, q, own):
             self._add(merged, rows, chunk, q.to(dtype), keys, values, first, scoring.scale)
-        if extension.part[1] > 1 and all(each.is_empty for each in merged):  # all keys are other ranks'
-            wide = torch.promote_types(dtype, torch.float32)
-            o = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=wide)
-            lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        else:
-            o, lse = joined_rows([each.result() for each in merged])
-        o, lse = extension.ranks.merged(o, lse)
+        some = extension.part[1] > 1  # keys are other ranks', too
+        for each in merged if some else ():
+            if each.is_empty:
+                each.add((0, 0), *_nothing(len(q) // len(merged), q, v, dtype))
+        o, lse = extension.ranks.merged(*joined_rows([each.result(some=some) for each in merged]))
         if scoring.sinks is not None:
             o, _ = with_sinks(o, lse, scoring.sinks)
         if chunk.index + 1 < len(extension.chunks):
             extension.writer.let_go(layer, extension.first_key(layer, extension.chunks[chunk.index + 1]))
         return o.to(q.dtype)
-
-    def end_forward(self) -> None:
-        """All chunks have come."""
 
     # -- what queries meet ---------------------------------------------------------------------------------------------
 
@@ -352,6 +347,13 @@ class CachedCore:
         apart = batch, num_kv_heads, shared, heads // num_kv_heads * count
         o = o.reshape(*apart, o.shape[-1]).transpose(1, 2).reshape(members, heads, count, -1)
         return o, lse.reshape(apart).transpose(1, 2).reshape(members, heads, count)
+
+
+def _nothing(rows: int, q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of no queries, in the shapes of those that there are."""
+    wide = torch.promote_types(dtype, torch.float32)
+    heads = q.shape[1]
+    return q.new_empty(rows, heads, 0, v.shape[-1], dtype=wide), q.new_empty(rows, heads, 0, dtype=wide)
 
 
 def _runs(place: Range, count: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trunkline import engine
-from trunkline.attention.visibility import Reach, Visibility
+from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import CachedCore, Extension
 from trunkline.cache.placing import new_stretch, reading_bytes, widths_of
 from trunkline.cache.streamed import StreamedCache
@@ -86,8 +86,8 @@ def extend(
     own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
     run = Run(decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], reaches, Stores(tiers))
     total = cache.length + count
-    found: dict[Reach, tuple[Visibility, ...]] = {}
-    sights = [found.setdefault(reach, reach.over(new.documents, total)) for reach in reaches]
+    found = {reach: reach.over(new.documents, total) for reach in set(reaches)}
+    sights = [found[reach] for reach in reaches]
     with conditions.restored(), decoder.engaged(), torch.no_grad():
         cache.begin(len(new.batch.input_ids_BS))
         cache.reaches = reaches

@@ -215,13 +215,12 @@ class StreamedCache(Cache):  # type: ignore[misc]
         self.length, self.documents, self.next_positions = stop, documents, next_positions
         self.logits = logits
         self._ids.append(ids.cpu())
+        windows = {reach for reach in self.reaches if reach.window is not None}
+        firsts = {reach: self._first_key(reach, stop) - _SPARE for reach in windows}
         for layer, reach in enumerate(self.reaches):
-            if reach.window is None:
-                continue
-            first = min(each.first_key(stop) for each in reach.over(documents, stop + 1)) - _SPARE
-            for link in self.links:
+            for link in self.links if reach in firsts else ():
                 if len(link.stretch.owners) == 1:
-                    link.stretch.let_go(layer, first)
+                    link.stretch.let_go(layer, firsts[reach])
 
     def open_bytes(self, batch: int) -> int:
         """Bytes of an open end for so many rows."""
@@ -366,9 +365,13 @@ class StreamedCache(Cache):  # type: ignore[misc]
             self.open_end.close()
             self.open_end = None
 
+    def _first_key(self, reach: Reach, stop: int) -> int:
+        """Place of the first key that a token sees, of any row."""
+        return min(each.first_key(stop) for each in reach.over(self.documents, stop + 1))
+
     def _require_held(self, stop: int) -> None:
         for layer, reach in enumerate(self.reaches):
-            first = min(each.first_key(stop) for each in reach.over(self.documents, stop + 1)) if stop else 0
+            first = self._first_key(reach, stop)
             for link in self.links:
                 passed = link.stretch.passed[layer]
                 if passed and link.stretch.places[passed - 1][1] > first:

@@ -38,6 +38,9 @@ class StretchWriter:
         """See `Writer.put`."""
         if chunk.index == 0:
             self.end_layer()
+        if len(self.stretch.chunks) == 1:  # kept as it is: it must not hold the queries that were projected with it
+            k, v = (x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in pair)
+            pair = k, v
         self.stretch.pairs[layer].put(chunk, pair)
         if self.stretch.num_resident[layer] <= chunk.index < self._count(layer):
             assert self._live is not None
