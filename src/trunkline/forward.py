@@ -91,9 +91,9 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        cache, wants_cache = reading.taken(given, type(model).__name__)
-        if wants_cache:
-            return self.extend(_with_something_new(given, cache), cache)
+        cache = reading.taken(given, type(model).__name__, self.new_cache)
+        if cache is not None:
+            return self.extend(given, cache, again=True)
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
             if given.get(flag) is None:
                 given[flag] = getattr(model.config, flag, None)
@@ -141,29 +141,43 @@ class StreamedForward:
             engine.forward(run, differentiate=differentiate)
             yield run, differentiate, wanted
 
-    def extend(self, given: dict[str, Any], cache: StreamedCache | None) -> Any:
+    def extend(self, given: dict[str, Any], cache: StreamedCache | None, *, again: bool = False) -> Any:
         """A forward without labels whose keys and values stay: those of new tokens, over what a cache has.
 
         Args:
             given: arguments by name, without the cache; see `trunkline.cache.reading`.
             cache: of this model, which goes on; None for a new one.
+            again: the tokens of the cache, and no others, ask for the logits of its last.
 
         Returns:
             transformers' output, with logits of the last positions (B, n, V) and the cache.
 
         Raises:
-            ValueError: the model is in training mode, or an argument is not supported.
+            ValueError: the model is in training mode, or an argument is not supported. After this or any other error
+                the cache holds what it held before.
         """
-        model, tiers = self.decoder.model, self.tiers
         if cache is None:
             cache = self.new_cache()
+        before = cache.state()
+        try:
+            logits = self._extended(given, cache, again=again)
+        except BaseException:
+            cache.restore(before)
+            raise
+        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
+        return output if given.get("return_dict") is not False else output.to_tuple()
+
+    def _extended(self, given: dict[str, Any], cache: StreamedCache, *, again: bool) -> Tensor:
+        model, tiers = self.decoder.model, self.tiers
         found: list[New] = []
 
         def read() -> tuple[Batch, str]:
+            nonlocal given
             if model.training:
                 raise ValueError("a cache is filled in training mode, with dropout on: call model.eval() before.")
             if not cache.belongs_to(tiers):
                 raise ValueError("this cache is another model's, or of other settings of stream(): prefill it anew.")
+            given = _with_something_new(given, cache) if again else given
             found.append(reading.read(given, type(model).__name__, self._num_words, cache))
             self._check_device(found[0].batch.input_ids_BS)
             kind = ("cache", cache.length, found[0].logits_to_keep, self.config.decisive)
@@ -176,16 +190,18 @@ class StreamedForward:
         self.decoder.begin()
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
             support.check_length(self.decoder, found[0].batch.last_position)
-            reaches = cache.reaches or support.reaches(self.decoder)
-            logits = extend(self.decoder, self.config, tiers, self.ranks, conditions, reaches, cache, found[0])
-        output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
-        return output if given.get("return_dict") is not False else output.to_tuple()
+            return extend(
+                self.decoder, self.config, tiers, self.ranks, conditions, cache.reaches, cache, found[0]
+            )  # fmt: skip
 
     def new_cache(self) -> StreamedCache:
         """An empty cache for this model."""
         gather = self.ranks.gather
         part = (0, 1) if gather is None else (gather.rank, gather.size)
-        return StreamedCache(self.tiers, self.decoder.num_layers, part)
+        cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
+        with self.decoder.lock, self.decoder.present(None):
+            cache.reaches = support.reaches(self.decoder)
+        return cache
 
     @property
     def _num_words(self) -> int:
@@ -269,16 +285,16 @@ class StreamedForward:
         return wanted
 
 
-def _with_something_new(given: dict[str, Any], cache: StreamedCache | None) -> dict[str, Any]:
+def _with_something_new(given: dict[str, Any], cache: StreamedCache) -> dict[str, Any]:
     """What a forward is given, where `generate` is called with the tokens of a cache and no others.
 
-    transformers hands on all of them then, as if they were new. Their last is read again instead: its logits are what
-    the first new token is drawn from.
+    transformers hands on all of them then, as if they were new, and asks for the last logits. The last token is read
+    again instead: its logits are what the first new one is drawn from.
     """
     ids_BS = given.get("input_ids")
-    if cache is None or not cache.length or not isinstance(ids_BS, Tensor) or ids_BS.shape != cache.tokens.shape:
+    if given.get("logits_to_keep") != 1 or not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2:
         return given
-    if not torch.equal(ids_BS.cpu(), cache.tokens):
+    if ids_BS.shape[1] != cache.length or cache.length < 2 or not torch.equal(ids_BS.cpu(), cache.tokens):
         return given
-    cache.crop(-1)
-    return {**given, "input_ids": ids_BS[:, -1:], "position_ids": None}
+    cache.rewind()
+    return {**given, "input_ids": ids_BS[:, -1:], "position_ids": None, "attention_mask": None}

@@ -84,6 +84,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def name(self) -> str:
+        """Of this rank in its mesh, the same for none in another; empty for one alone."""
+        ...
+
+    @property
     def gather(self) -> KeyValueGather | None:
         """Of keys and values whose query rows are cut over ranks; None where they are not."""
         ...
@@ -188,6 +193,7 @@ class Alone:
 
     size = granule = 1
     salt = 0
+    name = ""
     gather = None
     traffic: Traffic | None = None
 

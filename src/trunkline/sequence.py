@@ -6,6 +6,7 @@ keys, values and outputs. What is read next is known, so a `Reader` has the next
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class Reader:
             self._let_go()
         if not self._coming:
             self._issue()
-        sequence, index, move = self._coming.popleft()
+        sequence, index, move = self._coming[0]
         stores = sequence._stores
         if move is None:
             x = sequence._chunks[index]
@@ -165,10 +166,11 @@ class Reader:
         else:
             assert move.tensor is not None
             x = move.tensor
-            stores.lanes.finish(move)
+            stores.lanes.finish(move)  # if it failed it is still among what is to be given back
             self._out.append((stores, x.nbytes))
             if self._take:
                 stores.release(move.block.tier, x.nbytes, sequence.kind)
+        self._coming.popleft()
         while len(self._coming) < stores.prefetch - 1 and self._issue():
             pass
         return x
@@ -181,12 +183,13 @@ class Reader:
     def abandon(self) -> None:
         """The same, and what is on its way is not wanted any more."""
         self.done()
-        for sequence, _, move in self._coming:
-            if move is not None:
-                sequence._stores.lanes.finish(move)
-                sequence._stores.release("device", move.nbytes)
-        self._coming.clear()
         self._upcoming = None
+        while self._coming:
+            sequence, _, move = self._coming.popleft()
+            if move is not None:
+                sequence._stores.release("device", move.nbytes)
+                with contextlib.suppress(RuntimeError):  # whoever waited for the first has been told
+                    sequence._stores.lanes.finish(move)
 
     def _let_go(self) -> None:
         stores, nbytes = self._out.popleft()

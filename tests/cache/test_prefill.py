@@ -332,3 +332,21 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
                     trunkline.prefill(model, ids[:, 30:stop], cache=cache)
         step_through(cache, model, ids, expected, [31, 32, 80], 1e-9)
         trunkline.unstream(model)
+
+
+def test_decoded_tokens_are_never_in_many_pieces() -> None:
+    """However many: those that were decoded are joined as they grow."""
+    model, ids = build("llama").eval(), tokens(1, 250)
+    expected = own_logits(model, ids)
+    trunkline.stream(model, chunk_size=16)
+    cache = trunkline.prefill(model, ids[:, :20])
+    for stop in range(21, 251):
+        trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
+    assert cache.logits is not None
+    torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
+    assert len(cache.links) <= 1 + 5  # the prompt's, and at most one of each size: 8, 16, 32, 64, 128
+    fork = cache.fork()  # what is shared is not joined
+    for stop in range(30):
+        trunkline.prefill(model, ids[:, stop : stop + 1], cache=fork)
+    twice = torch.cat([ids, ids], 1)
+    step_through(cache, model, twice, own_logits(build("llama").eval(), twice), [260], 1e-9)

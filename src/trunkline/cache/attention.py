@@ -218,7 +218,7 @@ class CachedCore:
         whole = len(self._sight) == 1 and all(link.rows is None for link in extension.links)
         merged = [Merged(q.shape[2]) for _ in range(1 if whole else extension.batch)]
         for rows, keys, values, first in self._pieces(chunk, q, own):
-            self._add(merged, rows, chunk, q.to(dtype), keys, values, first, scoring.scale)
+            self._add(merged, rows, chunk, q.to(dtype), keys, values, first, scoring.scale, whole=whole)
         some = extension.part[1] > 1  # keys are other ranks', too
         for each in merged if some else ():
             if each.is_empty:
@@ -295,17 +295,34 @@ class CachedCore:
 
     def _add(
         self, merged: list[Merged], rows: tuple[int, ...] | None, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor,
-        first: int, scale: float,
+        first: int, scale: float, *, whole: bool,
     ) -> None:  # fmt: skip
-        """Attention over one piece."""
+        """Attention over one piece.
+
+        Args:
+            merged: takes it, for each row of the batch, or for all at once.
+            rows: see `_pieces`.
+            chunk: whose queries they are.
+            q: its queries.
+            k: keys of the piece.
+            v: its values.
+            first: place of its first key.
+            scale: of scores.
+            whole: all rows see the same, of every piece.
+        """
         assert self._kernel is not None
         tokens = self._extension.tokens(chunk)
         joined = self._kernel.bottom_right or len(chunk) == 1
         for number, sight in enumerate(self._sight):
             blocks = sight.blocks(tokens, (first, first + k.shape[2]), joined=joined)
             for block in blocks:
-                if len(merged) == 1:
+                if whole:
                     merged[0].add(block.rows, *self._call(block, q, k, v, first, scale))
+                    continue
+                if rows is None and len(self._sight) == 1:
+                    o, lse = self._call(block, q, k, v, first, scale)
+                    for row, each in enumerate(merged):
+                        each.add(block.rows, o[row : row + 1], lse[row : row + 1])
                     continue
                 for source, members in self._readers(number, rows, block).items():
                     given = q[members], k[source : source + 1], v[source : source + 1]

@@ -58,7 +58,7 @@ def extend(
     cache: StreamedCache,
     new: New,
 ) -> Tensor:
-    """Have a cache read new tokens. After an error it holds what it held before.
+    """Have a cache read new tokens.
 
     Args:
         decoder: the model, with what is in no layer present.
@@ -90,7 +90,6 @@ def extend(
     sights = [found[reach] for reach in reaches]
     with conditions.restored(), decoder.engaged(), torch.no_grad():
         cache.begin(len(new.batch.input_ids_BS))
-        cache.reaches = reaches
         if tiers.limited and not cache.widths:
             cache.widths = widths_of(run)
         by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.shares_parameters)
@@ -115,7 +114,8 @@ def extend(
             cache.append(writer.stretch)
         else:
             writer.grown()
-        cache.grown(total, new.documents, new.next_positions, logits, new.batch.input_ids_BS)
+        positions = new.batch.positions(Chunk(0, 0, count))
+        cache.grown(total, new.documents, new.next_positions, logits, new.batch.input_ids_BS, positions)
     return logits
 
 

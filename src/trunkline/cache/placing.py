@@ -43,7 +43,8 @@ def new_stretch(run: Run, cache: StreamedCache, sights: Sequence[Sequence[Visibi
     count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(sights))
     windowed = frozenset(i for i, reach in enumerate(run.reaches) if reach.window is not None)
     places = _places(run, cache.length)
-    held = [_most_held(run, places, sights[i]) if i in windowed else count for i in layers]
+    spare = cache.spare(run.batch.seq_len)
+    held = [_most_held(run, places, sights[i], spare) if i in windowed else count for i in layers]
     limited, num_live = run.stores.tiers.limited, 0
     if limited:
         placement = _placed(run, cache, _Asked(held, windowed))
@@ -56,7 +57,7 @@ def new_stretch(run: Run, cache: StreamedCache, sights: Sequence[Sequence[Visibi
     ]
     stretch = Stretch(cache.length, cache.length + run.batch.seq_len, batch, run.rows, places, pairs, resident, stores)
     live = partial(Pairs, run.rows, num_live, stores, ("lk", "lv")) if num_live else None
-    return StretchWriter(stretch, windowed, live, num_live)
+    return StretchWriter(stretch, windowed, spare, live, num_live)
 
 
 def reading_bytes(stretch: Stretch, cache: StreamedCache, prefetch: int) -> int:
@@ -72,9 +73,9 @@ def _places(run: Run, offset: int) -> list[Range]:
     return [(offset + start, offset + max(start, stop)) for start, stop in bounds]
 
 
-def _most_held(run: Run, places: list[Range], sight: Sequence[Visibility]) -> int:
-    """Chunks of a layer with a window that are held at a time, at most."""
-    firsts = [min(each.first_key(start) for each in sight) for start, _ in places]
+def _most_held(run: Run, places: list[Range], sight: Sequence[Visibility], spare: int) -> int:
+    """Chunks of a layer with a window that are held at a time, at most, with so many tokens before the window."""
+    firsts = [min(each.first_key(start) for each in sight) - spare for start, _ in places]
     met = [next(i for i, (_, stop) in enumerate(places) if stop > max(first, places[0][0])) for first in firsts]
     most = max(i - first + 1 for i, first in enumerate(met))
     # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.

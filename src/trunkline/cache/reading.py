@@ -7,11 +7,12 @@ its own: no token sees it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import DynamicCache
 
 from trunkline import documents, inputs
 from trunkline.cache.extend import New
@@ -29,15 +30,16 @@ def argument_of(model: Any) -> str:
     return next((name for name in NAMES if name in known), NAMES[0])
 
 
-def taken(given: dict[str, Any], name: str) -> tuple[StreamedCache | None, bool]:
+def taken(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) -> StreamedCache | None:
     """Take what is said of a cache out of the arguments of a forward.
 
     Args:
         given: the arguments by name.
         name: the model's, for messages.
+        new: makes an empty cache.
 
     Returns:
-        The cache, if one is given that is not empty, and whether one is wanted.
+        The cache that is given, or a new one if one is wanted; None where none is.
 
     Raises:
         ValueError: it is the cache of a model that is not streamed, or goes with labels.
@@ -49,18 +51,26 @@ def taken(given: dict[str, Any], name: str) -> tuple[StreamedCache | None, bool]
     if given.get("labels") is not None or given.get("shift_labels") is not None:
         if wanted or found:
             raise ValueError("labels go without a cache: leave use_cache and past_key_values out.")
-        return None, False
+        return None
     if not found:
-        return None, bool(wanted)
-    cache = found[0]
-    if isinstance(cache, StreamedCache):
-        return cache, True
-    if not isinstance(cache, Cache) or cache.get_seq_length():
+        return new() if wanted else None
+    given_cache = found[0]
+    if isinstance(given_cache, StreamedCache):
+        return given_cache
+    if type(given_cache) is not DynamicCache or getattr(given_cache, "offloading", False):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} that holds tokens: a streamed {name} goes on from a cache of "
-            "its own, which trunkline.prefill(model, input_ids) gives."
+            f"a {type(given_cache).__name__} (cache_implementation) has no effect on a streamed {name}: keys and "
+            "values rest where the budgets of stream() say. Leave it out."
         )
-    return None, True  # made for a generation that begins: ours takes its place
+    if given_cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values is a {type(given_cache).__name__} that holds tokens: a streamed {name} goes on from a "
+            "cache of its own, which trunkline.prefill(model, input_ids) gives."
+        )
+    cache = new()  # that one was made for a generation that begins: ours takes its place
+    if any(getattr(layer, "record_past", False) for layer in given_cache.layers):
+        cache.activate_past_recording()
+    return cache
 
 
 def read(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache) -> New:
@@ -77,6 +87,7 @@ def read(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache
     """
     ids_BS = inputs.token_ids(given, name, vocab_size)
     count = ids_BS.shape[1]
+    cache.require_rows(len(ids_BS))
     keep = given.get("logits_to_keep") or 1
     if not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
@@ -124,6 +135,9 @@ def _beginning(
     positions = given.get("position_ids")
     if positions is None:
         positions = places - at
+    elif not isinstance(positions, Tensor) or positions.ndim > 2:
+        documents.read({"position_ids": positions}, ids_BS, None)  # says what is wrong with them
+        raise ValueError("position_ids of three dimensions do not go with padding: give those of text, (B, S).")
     else:
         rows = positions.expand(len(padding), -1).where(places >= at, places)
         positions = documents.read({"position_ids": rows}, ids_BS, None).position_ids
@@ -133,10 +147,8 @@ def _beginning(
         raise ValueError("packed documents and padding on the left do not go together: pack without padding.")
     found = documents.read({"position_ids": positions}, ids_BS, None).starts
     each = found * len(padding) if len(found) == 1 else found
-    return tuple(
-        (0, *(start for start in starts if start > 0 and start >= pad))
-        for starts, pad in zip(each, padding, strict=True)
-    ), positions
+    pairs = zip(each, padding, strict=True)
+    return tuple(tuple(sorted({0, pad, *(at for at in starts if at >= pad)})) for starts, pad in pairs), positions
 
 
 def _going_on(

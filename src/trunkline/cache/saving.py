@@ -45,28 +45,39 @@ def save(cache: StreamedCache, folder: Path, model: dict[str, Any]) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    whole = cache.fork()
-    whole.freeze()
     stretches = []
-    for number, link in enumerate(whole.links):
+    for number, link in enumerate(cache.links):
         stretch, widths = link.stretch, list[list[int]]()
         for chunk in stretch.chunks[::-1]:  # the last has those of all layers
             tensors = _of_chunk(stretch, chunk)
             save_file(tensors, partial / _file(number, chunk))
             tokens = stretch.batch * len(chunk)
             widths = widths or [
-                [tensors[f"{kind}.{layer}"].nbytes // tokens for kind in "kv"] for layer in range(len(stretch.pairs))
+                [tensors[f"{kind}.{layer}"].nbytes // tokens if f"{kind}.{layer}" in tensors else 0 for kind in "kv"]
+                for layer in range(len(stretch.pairs))
             ]
         stretches.append({
             "start": stretch.start, "stop": link.stop, "rows": link.rows, "batch": stretch.batch, "widths": widths,
             "chunks": [[chunk.start, chunk.stop] for chunk in stretch.chunks], "places": stretch.places,
             "passed": stretch.passed,
         })  # fmt: skip
+    end = cache.open_end
+    if end is not None and end.filled:
+        pairs = [cache.own_part(layer) for layer in range(len(cache))]
+        count = pairs[0][0].shape[2]
+        tensors = {f"{kind}.{i}": pair[at].cpu() for i, pair in enumerate(pairs) for at, kind in enumerate("kv")}
+        save_file(tensors, partial / _file(len(stretches), Chunk(0, 0, count)))
+        stretches.append({
+            "start": end.start, "stop": end.stop, "rows": None, "batch": end.batch,
+            "widths": [[x.nbytes // (end.batch * count) for x in pair] for pair in pairs],
+            "chunks": [[0, count]], "places": [[end.start, end.stop]], "passed": [0] * len(pairs),
+        })  # fmt: skip
     page = {
-        "version": VERSION, "model": model, "length": whole.length, "batch": whole.batch_size,
-        "documents": whole.documents, "stretches": stretches,
+        "version": VERSION, "model": model, "length": cache.length, "batch": cache.batch_size,
+        "documents": cache.documents, "stretches": stretches,
     }  # fmt: skip
-    rest = {"next_positions": whole.next_positions, "logits": whole.logits, "tokens": whole.tokens}
+    rest = {"next_positions": cache.next_positions, "logits": cache.logits, "tokens": cache.tokens,
+            "positions": cache.positions}  # fmt: skip
     save_file({name: x.cpu().contiguous() for name, x in rest.items() if x is not None}, partial / _REST)
     (partial / _PAGE).write_text(json.dumps(page), encoding="utf-8")
     partial.rename(folder)
@@ -104,7 +115,7 @@ def load(cache: StreamedCache, folder: Path, model: dict[str, Any], device: torc
         rest: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     logits = rest["logits"].to(device) if "logits" in rest else None
     documents = tuple(tuple(starts) for starts in page["documents"])
-    cache.grown(page["length"], documents, rest["next_positions"], logits, rest["tokens"])
+    cache.grown(page["length"], documents, rest["next_positions"], logits, rest["tokens"], rest["positions"])
 
 
 def _file(number: int, chunk: Chunk) -> str:
@@ -133,13 +144,15 @@ def _read_stretch(
     places = [(first, last) for first, last in known["places"]]
     layers = range(len(known["passed"]))
     stores = cache.stores_for(known["batch"], chunks, known["widths"], known["passed"])
-    pairs = [Pairs(chunks, 0, stores, (f"k {i}", f"v {i}")) for i in layers]
+    stays = stores.placement is None  # in one buffer for each layer, where no window lets go of some
+    resident = [len(chunks) if stays and cache.reaches[i].window is None else 0 for i in layers]
+    pairs = [Pairs(chunks, resident[i], stores, (f"k {i}", f"v {i}")) for i in layers]
     for chunk in chunks:
         with safe_open(folder / _file(number, chunk), "pt", device=str(device)) as file:
             for layer in layers:
                 if chunk.index >= known["passed"][layer]:
                     pairs[layer].put(chunk, (file.get_tensor(f"k.{layer}"), file.get_tensor(f"v.{layer}")))
     stores.settle_all()
-    stretch = Stretch(known["start"], known["stop"], known["batch"], chunks, places, pairs, [0] * len(layers), stores)
+    stretch = Stretch(known["start"], known["stop"], known["batch"], chunks, places, pairs, resident, stores)
     stretch.passed = list(known["passed"])
     return stretch

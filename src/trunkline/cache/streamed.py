@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from trunkline.attention.pairs import Pairs
+from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import Link
 from trunkline.cache.stretch import Stretch
@@ -48,7 +48,10 @@ class StreamedCache(Cache):  # type: ignore[misc]
         self.documents: tuple[Starts, ...] = ((0,),)
         self.logits: Tensor | None = None
         self.next_positions = torch.zeros(1, 1, dtype=torch.long)
-        self._ids: list[Tensor] = []  # of all tokens, on the CPU
+        # Of all tokens, on the CPU: ids (B, n), and position ids (1, n) or (B, n).
+        self._ids: list[Tensor] = []
+        self._positions: list[Tensor] = []
+        self._is_recording = False
         self.links: list[Link] = []
         self.open_end: OpenEnd | None = None
         self.widths: list[tuple[int, int]] = []  # bytes of a token's keys and values, of each layer and row
@@ -72,6 +75,13 @@ class StreamedCache(Cache):  # type: ignore[misc]
         self._ids = [torch.cat(self._ids, 1)] if len(self._ids) > 1 else self._ids
         return self._ids[0] if self._ids else torch.zeros(self._batch, 0, dtype=torch.long)
 
+    @property
+    def positions(self) -> Tensor:
+        """Position ids of all tokens, (B, length), on the CPU."""
+        parts = [part.expand(self._batch, -1) for part in self._positions]
+        self._positions = [torch.cat(parts, 1)] if len(parts) > 1 else parts
+        return self._positions[0] if parts else torch.zeros(self._batch, 0, dtype=torch.long)
+
     def belongs_to(self, tiers: Tiers) -> bool:
         """Whether it rests in these."""
         return self._tiers is tiers
@@ -83,34 +93,67 @@ class StreamedCache(Cache):  # type: ignore[misc]
         new = StreamedCache(self._tiers, self._num_layers, self.part)
         for name in ("length", "documents", "logits", "next_positions", "widths", "reaches", "_batch"):
             setattr(new, name, getattr(self, name))
-        new.links, new._ids = list(self.links), list(self._ids)
+        new.links, new._ids, new._positions = list(self.links), list(self._ids), list(self._positions)
         for link in new.links:
             link.stretch.owners.add(new)
         if self.open_end is not None and self.open_end.filled:
             new.open_end = self.open_end.rearranged(list(range(self._batch)), new._stores_of_open_end(self._batch))
         return new
 
+    def __copy__(self) -> StreamedCache:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedCache:
+        """What is shared is never changed, so that a fork is as good: transformers' own way to reuse a prefix."""
+        return self.fork()
+
     def rearranged(self, rows: Sequence[int]) -> None:
-        """Have rows that are copies of these rows of before."""
+        """Have rows that are copies of these rows of before.
+
+        Raises:
+            ValueError: there is no room for the open end of so many rows. Nothing has changed then.
+        """
         rows = list(rows)
         if rows == list(range(self._batch)):
             return
+        open_end = None
+        if self.open_end is not None and self.open_end.filled:
+            open_end = self.open_end.rearranged(rows, self._stores_of_open_end(len(rows)))
+        self.open_end = open_end
         self.links = [
             Link(link.stretch, link.stop, tuple(row if link.rows is None else link.rows[row] for row in rows))
             for link in self.links
         ]
-        if self.open_end is not None:
-            old, self.open_end = self.open_end, None
-            if old.filled:
-                self.open_end = old.rearranged(rows, self._stores_of_open_end(len(rows)))
-            old.close()
         if len(self.documents) > 1:
             self.documents = tuple(self.documents[row] for row in rows)
         if len(self.next_positions) > 1:
             self.next_positions = self.next_positions[rows]
         self.logits = None if self.logits is None else self.logits[rows]
-        self._ids = [ids[rows] for ids in self._ids]
+        self._ids = [self.tokens[rows]]
+        self._positions = [self.positions[rows]]
         self._batch = len(rows)
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` takes: everything but what is written in place, behind the last token."""
+        end = self.open_end
+        lists = {name: list(getattr(self, name)) for name in ("links", "_ids", "_positions")}
+        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be again what it was."""
+        state, end = dict(state), state["end"]
+        del state["end"]
+        if self.open_end is not None and self.open_end is not state["open_end"]:
+            self.open_end.close()
+        self.__dict__.update(state)
+        if self.open_end is not None:
+            self.open_end.start, self.open_end.filled = end
+
+    def rewind(self) -> None:
+        """Forget the last token such that it can be read again: what begins with it still does."""
+        documents, positions = self.documents, self.positions[:, -1:]
+        self.crop(-1)
+        self.documents, self.next_positions = documents, positions
 
     # -- growing -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +167,16 @@ class StreamedCache(Cache):  # type: ignore[misc]
             self._batch = batch
         elif batch != self._batch and batch % self._batch == 0:  # several continuations of each row
             self.batch_repeat_interleave(batch // self._batch)
-        elif batch != self._batch:
+        else:
+            self.require_rows(batch)
+
+    def require_rows(self, batch: int) -> None:
+        """Refuse new tokens of rows that cannot go on from these.
+
+        Raises:
+            ValueError: they are no multiple.
+        """
+        if self._batch and batch % self._batch:
             raise ValueError(
                 f"input_ids has {batch} rows, and the cache {self._batch}: give as many, or a multiple for several "
                 "continuations of each row."
@@ -146,20 +198,54 @@ class StreamedCache(Cache):  # type: ignore[misc]
         end = self.open_end
         if end is None or not end.filled:
             return
-        rank, size = self.part
-        # Where ranks hold parts of keys this one keeps its own, cut as those of a long prompt are.
-        whole = Chunk(0, 0, padded_length(end.filled, 1 if size == 1 else 2 * size))
-        own, layers = zigzag(whole, rank, size), range(self._num_layers)
-        chunk = Chunk(0, 0, len(own))
+        layers, joined = range(self._num_layers), self._to_join(end)
+        start = joined[0].start if joined else end.start
+        chunk = Chunk(0, 0, self.own_part(0)[0].shape[2] + end.start - start)
         stores = self.stores_for(self._batch, [chunk], self.widths, [0] * self._num_layers)
         pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
         for layer in layers:
-            k, v = (torch.cat([x[:, :, a:b] for a, b in own.ranges], 2) for x in end.span(layer, len(whole)))
+            parts = [*(each.one(layer) for each in joined), self.own_part(layer)]
+            k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
             pairs[layer].put(chunk, (k, v))
         stores.settle_all()
-        self.append(Stretch(end.start, end.stop, self._batch, [chunk], [(end.start, end.stop)], pairs,
+        for each in joined:
+            self.links.pop()
+            each.owners.discard(self)
+        self.append(Stretch(start, end.stop, self._batch, [chunk], [(start, end.stop)], pairs,
                             [0] * self._num_layers, stores))  # fmt: skip
         end.emptied(end.stop)
+
+    def own_part(self, layer: int) -> Pair:
+        """Keys and values of the open end: of ranks that hold parts this one's, cut as those of a long prompt are."""
+        assert self.open_end is not None
+        rank, size = self.part
+        whole = Chunk(0, 0, padded_length(self.open_end.filled, 1 if size == 1 else 2 * size))
+        ranges = zigzag(whole, rank, size).ranges
+        k, v = (torch.cat([x[:, :, a:b] for a, b in ranges], 2) for x in self.open_end.span(layer, len(whole)))
+        return k, v
+
+    def _to_join(self, end: OpenEnd) -> list[Stretch]:
+        """Stretches of decoded tokens that become one with the open end: so that there are never many.
+
+        Each is joined when as many tokens follow it, and so log(n) times in all.
+        """
+        found: list[Stretch] = []
+        if self._tiers.limited or self.part[1] > 1 or any(reach.window is not None for reach in self.reaches):
+            return found
+        tokens = end.filled
+        for link in reversed(self.links):
+            stretch = link.stretch
+            is_own = len(stretch.owners) == 1 and link.rows is None and link.stop == stretch.stop
+            if (
+                not is_own
+                or not stretch.is_frozen
+                or stretch.batch != end.batch
+                or stretch.stop - stretch.start > tokens
+            ):
+                break
+            found.insert(0, stretch)
+            tokens += stretch.stop - stretch.start
+        return found
 
     def stores_for(
         self, batch: int, chunks: Sequence[Chunk], widths: Sequence[Sequence[int]], passed: Sequence[int]
@@ -202,6 +288,7 @@ class StreamedCache(Cache):  # type: ignore[misc]
         next_positions: Tensor,
         logits: Tensor | None,
         ids: Tensor,
+        positions: Tensor,
     ) -> None:
         """All layers have had new tokens, up to this place: let go of what no later one can see.
 
@@ -211,16 +298,22 @@ class StreamedCache(Cache):  # type: ignore[misc]
             next_positions: the same.
             logits: the same.
             ids: of the new tokens, (B, n).
+            positions: of the new tokens, (1, n) or (B, n).
         """
         self.length, self.documents, self.next_positions = stop, documents, next_positions
         self.logits = logits
         self._ids.append(ids.cpu())
+        self._positions.append(positions.cpu())
         windows = {reach for reach in self.reaches if reach.window is not None}
-        firsts = {reach: self._first_key(reach, stop) - _SPARE for reach in windows}
+        firsts = {reach: self._first_key(reach, stop) - self.spare(ids.shape[1]) for reach in windows}
         for layer, reach in enumerate(self.reaches):
             for link in self.links if reach in firsts else ():
                 if len(link.stretch.owners) == 1:
                     link.stretch.let_go(layer, firsts[reach])
+        for link in self.links if len(windows) == len(set(self.reaches)) else ():
+            if link.stretch.is_passed:
+                link.stretch.owners.discard(self)
+        self.links = [link for link in self.links if self in link.stretch.owners]
 
     def open_bytes(self, batch: int) -> int:
         """Bytes of an open end for so many rows."""
@@ -321,7 +414,12 @@ class StreamedCache(Cache):  # type: ignore[misc]
         self.rearranged(torch.arange(self._batch)[indices.cpu()].tolist())
 
     def activate_past_recording(self) -> None:
-        """Nothing: what windows see is held in whole chunks, with some more before it."""
+        """Hold as many tokens before a window as a forward reads: they may be forgotten again."""
+        self._is_recording = True
+
+    def spare(self, count: int) -> int:
+        """Tokens before a window that stay when a forward has read so many."""
+        return _SPARE + (count if self._is_recording else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens.
@@ -337,45 +435,48 @@ class StreamedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"crop({tokens_to_remove}): the cache has {self.length} tokens.")
         if stop == self.length:
             return
-        self._require_held(stop)
-        removed = self.length - stop
-        last = max(starts[-1] for starts in self.documents)
+        documents = tuple(tuple(at for at in starts if at < max(stop, 1)) for starts in self.documents)
+        self._require_held(stop, documents)
+        self.documents = documents
+        for link in self.links:
+            if link.stretch.start >= stop:
+                link.stretch.owners.discard(self)
         self.links = [
             Link(link.stretch, min(link.stop, stop), link.rows) for link in self.links if link.stretch.start < stop
         ]
-        if self.open_end is not None:
-            if self.open_end.start < stop:
-                self.open_end.shortened(stop)
-            else:
-                self.open_end.emptied(stop)
-        self.documents = tuple(tuple(at for at in starts if at < max(stop, 1)) for starts in self.documents)
-        if last < stop:
-            self.next_positions = self.next_positions - removed
-        else:  # positions of a document begin at 0
-            self.next_positions = torch.tensor([[stop - starts[-1]] for starts in self.documents])
-        self._ids = [self.tokens[:, :stop]]
+        if self.open_end is not None and self.open_end.filled:
+            self.open_end.shortened(stop)
+        positions = self.positions[:, :stop]
+        self.next_positions = positions[:, -1:] + 1 if stop else torch.zeros(1, 1, dtype=torch.long)
+        self._ids, self._positions = [self.tokens[:, :stop]], [positions]
         self.length, self.logits = stop, None
 
     def reset(self) -> None:
         """Hold nothing."""
-        self.links, self.length, self.documents, self.logits, self._ids = [], 0, ((0,),), None, []
+        for link in self.links:
+            link.stretch.owners.discard(self)
+        self.links, self.length, self.documents, self.logits = [], 0, ((0,),), None
+        self._ids, self._positions = [], []
         self.next_positions = torch.zeros(1, 1, dtype=torch.long)
         self._batch = 0
         if self.open_end is not None:
             self.open_end.close()
             self.open_end = None
 
-    def _first_key(self, reach: Reach, stop: int) -> int:
+    def _first_key(self, reach: Reach, stop: int, documents: tuple[Starts, ...] | None = None) -> int:
         """Place of the first key that a token sees, of any row."""
-        return min(each.first_key(stop) for each in reach.over(self.documents, stop + 1))
+        return min(each.first_key(stop) for each in reach.over(documents or self.documents, stop + 1))
 
-    def _require_held(self, stop: int) -> None:
+    def _require_held(self, stop: int, documents: tuple[Starts, ...]) -> None:
+        """Refuse to forget tokens down to a place from which on a layer would miss keys."""
+        earliest = min((link.stretch.start for link in self.links), default=self.length)
+        if self.open_end is not None and self.open_end.filled:
+            earliest = min(earliest, self.open_end.start)
         for layer, reach in enumerate(self.reaches):
-            first = self._first_key(reach, stop)
-            for link in self.links:
-                passed = link.stretch.passed[layer]
-                if passed and link.stretch.places[passed - 1][1] > first:
-                    raise ValueError(
-                        f"crop to {stop} tokens: layer {layer} sees {reach.window} tokens, and has let go of those "
-                        "before: prefill again up to there."
-                    )
+            first = self._first_key(reach, stop, documents)
+            gone = [link.stretch.gone(layer) for link in self.links if link.stretch.start < stop]
+            if stop and max([earliest, *gone]) > first:
+                raise ValueError(
+                    f"crop to {stop} tokens: layer {layer} sees {reach.window} tokens, and has let go of those before: "
+                    "prefill again up to there."
+                )

@@ -56,6 +56,22 @@ class Stretch:
         """Bytes held, in whichever tier."""
         return sum(pair.nbytes for pair in self.pairs)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is one chunk of tokens that were decoded."""
+        return len(self.chunks) == 1 and not any(self.num_resident)
+
+    def one(self, layer: int) -> Pair:
+        """Keys and values of a stretch that is one chunk on the device."""
+        readers = [sequence.read([0]) for sequence in self.pairs[layer].later]
+        k, v = (reader.next() for reader in readers)
+        return k, v
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether no layer holds anything of it any longer."""
+        return all(count == len(self.chunks) for count in self.passed)
+
     def first_met(self, first_key: int) -> int:
         """The first chunk with a key at or behind a place."""
         return next((i for i, (_, stop) in enumerate(self.places) if stop > first_key), len(self.places))
@@ -100,6 +116,10 @@ class Stretch:
                 resident = index < self.num_resident[layer]
                 k, v = self.pairs[layer].span(chunk.start, chunk.stop) if resident else next(feed)
                 yield k, v, (first, min(last, stop))
+
+    def gone(self, layer: int) -> int:
+        """Place up to which a layer holds nothing of it any longer; 0 where it holds all."""
+        return self.places[self.passed[layer] - 1][1] if self.passed[layer] else 0
 
     def let_go(self, layer: int, first_key: int) -> None:
         """Hold chunks of a layer no longer that no key from a place on is in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from trunkline.attention.pairs import Pair, Pairs
@@ -20,16 +21,22 @@ class StretchWriter:
     Args:
         stretch: that is written.
         windowed: layers whose tokens see so many keys at most that earlier ones are let go.
+        spare: tokens before these that stay all the same.
         live: makes the buffers in which the layer under way has its first keys and values on the device where the
             stretch has them elsewhere; None where it has them there.
         num_live: chunks that these have room for.
     """
 
     def __init__(
-        self, stretch: Stretch, windowed: frozenset[int], live: Callable[[], Pairs] | None = None, num_live: int = 0
+        self,
+        stretch: Stretch,
+        windowed: frozenset[int],
+        spare: int,
+        live: Callable[[], Pairs] | None = None,
+        num_live: int = 0,
     ) -> None:
         self.stretch = stretch
-        self._windowed = windowed
+        self._windowed, self._spare = windowed, spare
         self._live = live
         self._num_live = num_live
         self._buffers: Pairs | None = None
@@ -79,7 +86,7 @@ class StretchWriter:
     def let_go(self, layer: int, first_key: int) -> None:
         """See `Writer.let_go`."""
         if layer in self._windowed:
-            self.stretch.let_go(layer, first_key)
+            self.stretch.let_go(layer, first_key - self._spare)
 
     def _count(self, layer: int) -> int:
         """Chunks of a layer that are in buffers while it is under way."""
@@ -134,7 +141,8 @@ class OpenEnd:
         self._coming = len(chunk)
         buffers = self._buffers[layer]
         if buffers is None:
-            k, v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in pair)
+            with torch.inference_mode(False):  # it is written to later on, whatever the mode then
+                k, v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in pair)
             self._stores.hold("device", k.nbytes + v.nbytes, "open")
             buffers = self._buffers[layer] = k, v
         for buffer, x in zip(buffers, pair, strict=True):
@@ -180,8 +188,9 @@ class OpenEnd:
         self.start, self.filled = start, 0
 
     def shortened(self, stop: int) -> None:
-        """Its last tokens count no longer."""
-        self.filled = stop - self.start
+        """Tokens from a place on count no longer."""
+        self.start = min(self.start, stop)
+        self.filled = min(self.filled, stop - self.start)
 
     def rearranged(self, rows: list[int], stores: Stores) -> OpenEnd:
         """A copy whose rows are these."""
@@ -189,12 +198,13 @@ class OpenEnd:
         new.filled = self.filled
         for layer, pair in enumerate(self._buffers):
             if pair is not None:
-                k, v = (x[rows] for x in pair)
+                with torch.inference_mode(False):
+                    k, v = (x[rows] for x in pair)
                 stores.hold("device", k.nbytes + v.nbytes, "open")
                 new._buffers[layer] = k, v
         return new
 
     def close(self) -> None:
-        """Let go of the buffers."""
-        self._stores.release("device", self.nbytes, "open")
+        """Let go of the buffers, and of the room that they had."""
+        self._stores.close()
         self._buffers = [None] * self._num_layers

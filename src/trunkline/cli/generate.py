@@ -105,11 +105,12 @@ def run_generate(asked: Asked) -> None:
     if asked.temperature > 0:
         how |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
         torch.manual_seed(asked.seed)
-    eos = encoder.tokenizer.eos_token_id
-    pad = encoder.tokenizer.pad_token_id
+    eos, pad = encoder.tokenizer.eos_token_id, encoder.tokenizer.pad_token_id
+    if model.generation_config.eos_token_id is None:  # else it may know several
+        how["eos_token_id"] = eos
     begin = time.perf_counter()
     new = trunkline.generate(
-        model, cache=cache, max_new_tokens=asked.max_new_tokens, streamer=printed, eos_token_id=eos,
+        model, cache=cache, max_new_tokens=asked.max_new_tokens, streamer=printed,
         pad_token_id=pad if pad is not None else eos, **how,
     )[0]  # fmt: skip
     end = time.perf_counter()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
 
 from trunkline.cache import reading
 from trunkline.cache.streamed import StreamedCache
@@ -45,7 +46,7 @@ def prefill(
         ValueError: the model is not streamed or in training mode, an argument is not supported, or keys and values do
             not fit in the budgets. A cache that was given holds what it held before then.
     """
-    if cache is None and attention_mask is not None and isinstance(input_ids, Tensor):
+    if (cache is None or not cache.length) and attention_mask is not None and isinstance(input_ids, Tensor):
         input_ids, attention_mask, position_ids = _padded_left(input_ids, attention_mask, position_ids)
     given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                              "document_ids": document_ids, "logits_to_keep": logits_to_keep}  # fmt: skip
@@ -69,7 +70,7 @@ def generate(
         input_ids: (B, n), the tokens that follow those of the cache; without a cache the whole prompt. None goes on
             right behind the cache.
         cache: of what was read before. It stays as it is, so that any number of continuations can go on from it; one
-            row of it serves several rows of `input_ids`.
+            row of it serves several rows of `input_ids`. Penalties and the like see all its tokens.
         attention_mask: (B, n), without a cache: 0 for padding, all on the left or all on the right.
         kwargs: see `transformers.GenerationMixin.generate`: `max_new_tokens`, `do_sample`, `num_beams`, `streamer`,
             `stopping_criteria`, …
@@ -97,17 +98,54 @@ def generate(
         return whole.generate(input_ids, attention_mask=attention_mask, **kwargs)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError("attention_mask has padding behind the cache: continue rows of one length together.")
-    own, last = cache.fork(), None
-    if input_ids is None:
-        input_ids = last = own.tokens[:, -1:].to(forward.decoder.device)
-        own.crop(-1)
-    rows, count = input_ids.shape
+    own = cache.fork()
+    rows = own.batch_size if input_ids is None else len(input_ids)
     own.begin(rows)
-    mask = torch.ones(rows, own.length + count, dtype=torch.long, device=input_ids.device)
-    positions = own.next_positions.to(input_ids.device).expand(rows, 1) + torch.arange(count, device=input_ids.device)
-    name = reading.argument_of(forward.decoder.model)
-    output = whole.generate(input_ids, attention_mask=mask, position_ids=positions, **{name: own}, **kwargs)
-    return output if last is None or not isinstance(output, Tensor) else output[:, 1:]
+    if input_ids is None:  # its last token is read again: its logits are what the first new one is drawn from
+        ids, positions = own.tokens, own.positions
+        own.rewind()
+    else:
+        count = torch.arange(input_ids.shape[1])
+        ids = torch.cat([own.tokens, input_ids.cpu()], 1)
+        positions = torch.cat([own.positions, (own.next_positions.cpu() + count).expand(rows, -1)], 1)
+    behind = ids.shape[1] if input_ids is None else cache.length
+    if kwargs.get("streamer") is not None:
+        kwargs["streamer"] = _Behind(kwargs["streamer"], input_ids)
+    device = forward.decoder.device
+    output = whole.generate(
+        ids.to(device), attention_mask=torch.ones_like(ids, device=device), position_ids=positions.to(device),
+        **{reading.argument_of(forward.decoder.model): own}, **kwargs,
+    )  # fmt: skip
+    if isinstance(output, Tensor):
+        return output[:, behind:]
+    output.sequences = output.sequences[:, behind:]
+    return output
+
+
+class _Behind(BaseStreamer):  # type: ignore[misc]
+    """Hands on what a streamer hears of tokens that follow a cache: of those before, nothing.
+
+    Args:
+        streamer: the user's.
+        given: the prompt that it hears first, (B, n); None for none.
+    """
+
+    def __init__(self, streamer: Any, given: Tensor | None) -> None:
+        self._streamer, self._given, self._is_first = streamer, given, True
+
+    def put(self, value: Tensor) -> None:
+        """Tokens."""
+        first, self._is_first = self._is_first, False
+        if not first:
+            self._streamer.put(value)
+        elif self._given is not None:
+            self._streamer.put(self._given.cpu())
+        elif hasattr(self._streamer, "next_tokens_are_prompt"):
+            self._streamer.next_tokens_are_prompt = False
+
+    def end(self) -> None:
+        """That was all."""
+        self._streamer.end()
 
 
 def _padded_left(ids: Tensor, mask: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

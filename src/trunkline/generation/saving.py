@@ -60,7 +60,7 @@ def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
 
 def _part(folder: Path, forward: StreamedForward) -> Path:
     """Where this rank has its part."""
-    return folder if forward.ranks.size == 1 else folder / f"rank-{forward.ranks.salt:05}"
+    return folder / forward.ranks.name if forward.ranks.name else folder
 
 
 def _identity(forward: StreamedForward) -> dict[str, Any]:
@@ -75,5 +75,5 @@ def _identity(forward: StreamedForward) -> dict[str, Any]:
         total = (total * 31 + int(bits.sum(dtype=torch.long)) + number) % 2**61
     return {
         "class": type(model).__name__, "config": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
-        "weights": total, "ranks": forward.ranks.size,
+        "weights": total, "rank": forward.ranks.name,
     }  # fmt: skip

@@ -45,6 +45,12 @@ class MeshRanks(SharedSequence):
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
         return self  # the job's ranks are those of every copy of a model
 
+    @property
+    def name(self) -> str:
+        """See `Ranks.name`."""
+        places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
+        return "-".join(f"{axis}{at}of{self.mesh[axis].size()}" for axis, at in places if self.mesh[axis].size() > 1)
+
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """See `Ranks.guarded`."""

@@ -67,6 +67,12 @@ class SharedSequence:
         return (self._dp * self.degrees.cp + self._cp) * self.degrees.sp + self._sp
 
     @property
+    def name(self) -> str:
+        """See `Ranks.name`."""
+        place, degrees = self.place, self.degrees
+        return f"cp{place.cp}of{degrees.cp}-sp{place.sp}of{degrees.sp}"
+
+    @property
     def together(self) -> Together:
         """See `Ranks.together`."""
         return Together(self)
