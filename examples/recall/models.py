@@ -1,0 +1,80 @@
+"""The model, and the three ways to train it.
+
+Exaone 4 in miniature: a layer that sees a window of 4 tokens, with rotary positions, and one that sees everything,
+without positions. The first lets a value know the key beside it; the second finds it, however far away. Positions play
+no part in that, so what is learned on short sequences carries over to long ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from cut import register
+from task import VOCAB_SIZE, chunk_size_of
+from torch import Tensor
+from transformers import Exaone4Config, Exaone4ForCausalLM, PreTrainedModel
+
+import trunkline
+
+VARIANTS = {
+    "full": "streamed: every chunk sees all before it, and all gradients flow",
+    "own-chunk": "streamed, but a chunk sees itself only",
+    "cut": "every chunk sees all before it, but no gradient flows back into earlier keys and values",
+}
+
+
+def build(seed: int) -> PreTrainedModel:
+    """A model with random weights, 160K parameters in float32."""
+    torch.manual_seed(seed)
+    config = Exaone4Config(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, sliding_window=4, layer_types=["sliding_attention", "full_attention"],
+        max_position_embeddings=1 << 20, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Exaone4ForCausalLM(config)
+
+
+class Learner:
+    """A model run in one of the three ways, on one length at a time.
+
+    Args:
+        model: from `build`; changed in place.
+        variant: one of `VARIANTS`.
+
+    Raises:
+        ValueError: there is no such variant.
+    """
+
+    def __init__(self, model: PreTrainedModel, variant: str) -> None:
+        if variant not in VARIANTS:
+            raise ValueError(f"variant={variant!r}: give one of {', '.join(VARIANTS)}.")
+        self.model = model
+        self.variant = variant
+
+    def set_length(self, length: int) -> None:
+        """Have it run sequences of that length, in chunks of which the last holds the questions."""
+        chunk_size = chunk_size_of(length)
+        if self.variant == "cut":
+            self.model.set_attn_implementation(register(chunk_size))
+        else:
+            trunkline.stream(self.model, chunk_size=chunk_size)
+
+    def loss(self, ids_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """The mean loss over answers."""
+        loss: Tensor = self.model(
+            input_ids=ids_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False, **self._seen(ids_BS)
+        ).loss
+        return loss
+
+    @torch.no_grad()
+    def answers(self, ids_BS: Tensor) -> Tensor:
+        """What it answers to each question: tokens (B, P)."""
+        asked = chunk_size_of(ids_BS.shape[1])
+        logits = self.model(input_ids=ids_BS, logits_to_keep=asked, use_cache=False, **self._seen(ids_BS)).logits
+        return logits[:, ::2].argmax(-1)
+
+    def _seen(self, ids_BS: Tensor) -> dict[str, Tensor]:
+        """What says that each chunk is a document of its own; positions go on, so that nothing else differs."""
+        if self.variant != "own-chunk":
+            return {}
+        positions = torch.arange(ids_BS.shape[1])[None]
+        return {"document_ids": positions // chunk_size_of(ids_BS.shape[1]), "position_ids": positions}
