@@ -1,9 +1,10 @@
 """Train a small model to recall what lies many chunks back, three ways, and show what it finds at every depth.
 
-All three, to 16,384 tokens, then one of them only as far as 1,024:
+All three, to 16,384 tokens; one of them, only as far as 1,024; one at 16,384 tokens from the first step:
 
     python examples/recall/recall.py
     python examples/recall/recall.py --variant full --length 1024
+    python examples/recall/recall.py --variant full --first 16384 --steps 500
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.table import Table
 from task import CHANCE, NUM_KEYS, chunk_size_of, num_pairs
 from training import Stage, evaluate, train
 
-FIRST, GROWTH = 256, 4  # tokens of the first stage, and how many times longer each next one is
+GROWTH = 4  # how many times longer each stage's sequences are than those of the one before
 STEPS = (700, 100, 40, 30)
 PASSED = 40  # steps between two lines of progress
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     given = _parser().parse_args(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
-    stages = curriculum(given.length, given.steps)
+    stages = curriculum(given.first, given.length, given.steps)
     lengths = [stage.length for stage in stages] + ([given.length * GROWTH] if given.beyond else [])
     console = Console()
     results: dict[str, Any] = {}
@@ -54,17 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return content
 
 
-def curriculum(length: int, steps: Sequence[int]) -> list[Stage]:
-    """Stages from 256 tokens up, each four times the one before, to `length`.
+def curriculum(first: int, length: int, steps: Sequence[int]) -> list[Stage]:
+    """Stages from `first` tokens up, each four times the one before, to `length`.
 
     Raises:
         ValueError: no such stage has that length, or the steps are not one for each stage.
     """
-    lengths = [FIRST]
+    lengths = [first]
     while lengths[-1] < length:
         lengths.append(lengths[-1] * GROWTH)
     if lengths[-1] != length:
-        raise ValueError(f"--length {length}: give {FIRST} times a power of {GROWTH}, such as 16384.")
+        raise ValueError(f"--length {length}: give {first} (--first) times a power of {GROWTH}.")
     if len(steps) < len(lengths):
         raise ValueError(f"--steps {' '.join(map(str, steps))}: give {len(lengths)} numbers, of {lengths} tokens.")
     return [Stage(*each) for each in zip(lengths, steps, strict=False)]
@@ -123,6 +124,7 @@ def _table(results: dict[str, Any]) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; default: all")
+    parser.add_argument("--first", type=int, default=256, help="tokens of the first stage (default: 256)")
     parser.add_argument("--length", type=int, default=16_384, help="tokens of the last stage (default: 16384)")
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="of each stage, shortest sequences first")
     parser.add_argument("--sequences", type=int, default=16, help="evaluated at a length, for 512 questions each")
