@@ -39,20 +39,24 @@ class Learner:
     Args:
         model: from `build`; changed in place.
         variant: one of `VARIANTS`.
+        widen: how many times larger chunks are than what questions take: above 1, the chunk that asks holds pairs, too.
 
     Raises:
-        ValueError: there is no such variant.
+        ValueError: there is no such variant, or `widen` is below 1.
     """
 
-    def __init__(self, model: PreTrainedModel, variant: str) -> None:
+    def __init__(self, model: PreTrainedModel, variant: str, widen: int = 1) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: give one of {', '.join(VARIANTS)}.")
+        if widen < 1:
+            raise ValueError(f"widen={widen}: give 1 or more.")
         self.model = model
         self.variant = variant
+        self.widen = widen
 
     def set_length(self, length: int) -> None:
         """Have it run sequences of that length, in chunks of which the last holds the questions."""
-        chunk_size = chunk_size_of(length)
+        chunk_size = self._chunk_size(length)
         if self.variant == "cut":
             self.model.set_attn_implementation(register(chunk_size))
         else:
@@ -77,4 +81,7 @@ class Learner:
         if self.variant != "own-chunk":
             return {}
         positions = torch.arange(ids_BS.shape[1])[None]
-        return {"document_ids": positions // chunk_size_of(ids_BS.shape[1]), "position_ids": positions}
+        return {"document_ids": positions // self._chunk_size(ids_BS.shape[1]), "position_ids": positions}
+
+    def _chunk_size(self, length: int) -> int:
+        return self.widen * chunk_size_of(length)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         console.print(f"[bold]{variant}[/]: {VARIANTS[variant]}")
         results[variant] = _run(variant, stages, lengths, given, console)
         (given.out / "recall.json").write_text(json.dumps(content, indent=1) + "\n")
-    console.print(_table(results))
+    console.print(_table(results, given.widen))
     figure.draw(results, given.length, given.out / "recall.png")
     console.print(f"Written: {given.out / 'recall.json'} and {given.out / 'recall.png'}")
     return content
@@ -74,7 +74,7 @@ def curriculum(first: int, length: int, steps: Sequence[int]) -> list[Stage]:
 def _run(
     variant: str, stages: Sequence[Stage], lengths: Sequence[int], given: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
-    learner = Learner(build(given.seed), variant)
+    learner = Learner(build(given.seed), variant, given.widen)
     total = sum(stage.steps for stage in stages)
     after_stages: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
@@ -105,7 +105,7 @@ def _run(
     }
 
 
-def _table(results: dict[str, Any]) -> Table:
+def _table(results: dict[str, Any], widen: int) -> Table:
     table = Table(title=f"Right answers (chance {CHANCE:.1%})", caption="worst depth of 16 in brackets")
     table.add_column("tokens", justify="right")
     table.add_column("chunk", justify="right")
@@ -114,7 +114,7 @@ def _table(results: dict[str, Any]) -> Table:
     for rows in zip(*(result["evaluations"] for result in results.values()), strict=True):
         length = rows[0]["length"]
         cells = [f"{row['accuracy']:.1%} ({min(row['by_depth']):.1%})" for row in rows]
-        table.add_row(f"{length:,}", f"{chunk_size_of(length):,}", *cells)
+        table.add_row(f"{length:,}", f"{widen * chunk_size_of(length):,}", *cells)
     table.add_section()
     table.add_row("loss", "", *(f"{sum(r['losses'][-10:]) / len(r['losses'][-10:]):.3f}" for r in results.values()))
     table.add_row("minutes", "", *(f"{sum(result['seconds']) / 60:.1f}" for result in results.values()))
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=256, help="tokens of the first stage (default: 256)")
     parser.add_argument("--length", type=int, default=16_384, help="tokens of the last stage (default: 16384)")
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="of each stage, shortest sequences first")
+    parser.add_argument("--widen", type=int, default=1, help="chunks so many times larger than what questions take")
     parser.add_argument("--sequences", type=int, default=16, help="evaluated at a length, for 512 questions each")
     parser.add_argument("--beyond", action="store_true", help="evaluate at four times the last length, too")
     parser.add_argument("--seed", type=int, default=0, help="of weights and sequences (default: 0)")
@@ -139,7 +140,7 @@ def _settings(given: argparse.Namespace, stages: Sequence[Stage]) -> dict[str, A
     return {
         "seed": given.seed,
         "stages": [
-            {"length": stage.length, "chunk_size": chunk_size_of(stage.length), "steps": stage.steps}
+            {"length": stage.length, "chunk_size": given.widen * chunk_size_of(stage.length), "steps": stage.steps}
             for stage in stages
         ],
     }

@@ -123,6 +123,19 @@ def test_its_own_chunk_is_seen_as_by_the_whole_model() -> None:
     assert total_error(gradients("own-chunk", drawn.ids_BS, targets), gradients("full", drawn.ids_BS, targets)) < 1e-6
 
 
+def test_wider_chunks_hold_pairs_too() -> None:
+    """What lies in the chunk that asks is seen by it, and nothing before that."""
+    drawn, learner = samples(batch=1), models.Learner(models.build(seed=0), "own-chunk", widen=2)
+    learner.set_length(LENGTH)
+    losses = []
+    for upto in (0, 32, 48):  # chunks are of 32 tokens, questions of the last 16
+        ids = drawn.ids_BS.clone()
+        ids[:, :upto] = task.VOCAB_SIZE - 1
+        with torch.no_grad():
+            losses.append(float(learner.loss(ids, drawn.targets_BS)))
+    assert losses[0] == losses[1] != losses[2]
+
+
 @pytest.mark.parametrize("variant", list(models.VARIANTS))
 def test_evaluation_asks_the_model_itself(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = models.Learner(models.build(seed=0), variant)
@@ -152,13 +165,13 @@ def test_it_learns_and_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> Non
     histories = []
     for _ in range(2):
         learner = models.Learner(models.build(seed=0), "full")
-        histories.append(training.train(learner, [training.Stage(LENGTH, 12), training.Stage(128, 4)], seed=0))
+        histories.append(training.train(learner, [training.Stage(LENGTH, 20), training.Stage(128, 4)], seed=0))
     losses = histories[0].losses
     assert losses == histories[1].losses
-    assert histories[0].lengths == [64] * 12 + [128] * 4
+    assert histories[0].lengths == [64] * 20 + [128] * 4
     assert len(histories[0].seconds) == len(histories[0].processor_seconds) == 2
     assert losses[0] > math.log(task.VOCAB_SIZE) - 0.1  # every token as likely as another
-    assert losses[11] < losses[0] - 0.5
+    assert losses[19] < losses[0] - 0.5
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +192,5 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ValueError, match="variant='half'"):
         models.Learner(models.build(seed=0), "half")
+    with pytest.raises(ValueError, match="widen=0"):
+        models.Learner(models.build(seed=0), "full", widen=0)
