@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from task import NUM_VALUES
 
 _COLOURS = {"full": "#0072b2", "own-chunk": "#6b737c", "cut": "#d98a00"}
+_STYLES = {"full": "-", "own-chunk": "-", "cut": "--"}  # where two are one, both are seen
 _SMOOTH = 10  # steps that a point of a curve is the mean of
 
 
@@ -53,8 +54,9 @@ def _losses(axis: Any, results: Mapping[str, Mapping[str, Any]]) -> None:
         losses = result["losses"]
         parts = [losses[at : at + _SMOOTH] for at in range(0, len(losses), _SMOOTH)]
         steps = [min((at + 1) * _SMOOTH, len(losses)) for at in range(len(parts))]
-        axis.plot(steps, [sum(part) / len(part) for part in parts], label=name, color=_COLOURS[name])
-    axis.axhline(math.log(NUM_VALUES), color="black", linestyle=":", linewidth=1, label="guessing")
+        means = [sum(part) / len(part) for part in parts]
+        axis.plot(steps, means, label=name, color=_COLOURS[name], linestyle=_STYLES[name])
+    axis.axhline(math.log(NUM_VALUES), color="black", linestyle=":", linewidth=1, zorder=0, label="guessing")
     lengths = next(iter(results.values()))["lengths"]
     for step in range(1, len(lengths)):
         if lengths[step] != lengths[step - 1]:
