@@ -229,17 +229,80 @@ def generate_command(
     def job() -> None:
         from trunkline.cli.generate import Asked, run_generate
 
-        given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget}
-        if chunk_size != "auto" and not chunk_size.isdigit():
-            raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
-        stream = {"chunk_size": int(chunk_size) if chunk_size != "auto" else "auto",
-                  **{name: value for name, value in given.items() if value is not None}}  # fmt: skip
+        stream = _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget)
         run_generate(
             Asked(model, file or (), prompt, max_new_tokens, dtype, device, temperature, top_p, top_k, seed, chat,
                   save_cache, load_cache, as_json, stream)
         )  # fmt: skip
 
     return job
+
+
+@app.command("evaluate", epilog="What each task asks, what counts, and what is written: docs/evaluate.md.")
+def evaluate_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face model with its tokenizer.")],
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="TASK,…", help="Names out of docs/evaluate.md, or none; default: all that fit."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="4K,16K,…", help="Tokens of samples; default: 4K, 8K, … 128K, as far as the model goes."),
+    ] = None,
+    depths: Annotated[int, typer.Option(help="Places of answers in each haystack; they cost no more time.")] = 11,
+    samples: Annotated[int, typer.Option(help="Haystacks of each task and length.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of names, numbers and texts.")] = 0,
+    threshold: Annotated[float, typer.Option(help="Least share of answers at an effective length.")] = 0.85,
+    generated: Annotated[
+        bool, typer.Option("--generated", help="Have the model answer in its own words, too; takes longer.")
+    ] = False,
+    haystack: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="Your text around needles; may be repeated.")
+    ] = None,
+    perplexity: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Text whose perplexity is measured, by position; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Of the model.")] = "auto",
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")] = "auto",
+    chunk_size: Annotated[str, typer.Option(metavar="TOKENS|auto", help="Tokens of a sequence in a chunk.")] = "auto",
+    device_budget: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
+    ] = None,
+    host_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")] = None,
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")] = None,
+    disk_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write: tables, JSON, CSV, heat maps.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of tables.")] = False,
+) -> Job:
+    """Say how far a model uses its context: long-context tasks, perplexity by position."""
+
+    def job() -> None:
+        from trunkline.cli.evaluate import Asked, run_evaluate
+
+        run_evaluate(
+            Asked(model, tasks, lengths, depths, samples, seed, threshold, generated, haystack or (), perplexity or (),
+                  dtype, device, output, overwrite, as_json,
+                  _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget))
+        )  # fmt: skip
+
+    return job
+
+
+def _stream_settings(
+    chunk_size: str, device_budget: str | None, host_budget: str | None, disk: Path | None, disk_budget: str | None
+) -> dict[str, Any]:
+    """Settings of `trunkline.stream`, those that were given."""
+    given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget}
+    if chunk_size != "auto" and not chunk_size.isdigit():
+        raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
+    return {
+        "chunk_size": int(chunk_size) if chunk_size != "auto" else "auto",
+        **{name: value for name, value in given.items() if value is not None},
+    }
 
 
 def main() -> None:

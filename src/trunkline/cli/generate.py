@@ -123,7 +123,7 @@ def run_generate(asked: Asked) -> None:
         "decode_tokens_per_second": (len(new) - 1) / waited if len(new) > 1 else None,
         "kv_bytes": cache.nbytes,
         "peaks": {tier: max(nbytes, read_meters.peaks[tier]) for tier, nbytes in meters.peaks.items()},
-        "process_peak": _peak(model.device),
+        "process_peak": peak_bytes(model.device),
         "decode_exposed_seconds": {lane: traffic.exposed for lane, traffic in meters.lanes.items()},
     }  # fmt: skip
     if asked.as_json:
@@ -196,8 +196,8 @@ def _read(model: Any, ids: torch.Tensor, asked: Asked, errors: Console) -> trunk
         return cache
 
 
-def _peak(device: torch.device) -> int:
-    """Most bytes that this process held: on the device, or, on a CPU, of memory."""
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process held: on the device, or, on a CPU, of memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

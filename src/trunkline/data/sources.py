@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STDLIB = "stdlib"
+DATA = "data.files"
 
 _PROSE = "txt text md markdown rst tex org adoc html xml csv tsv json jsonl yaml yml toml ini cfg ipynb"
 _CODE = (
@@ -32,13 +33,14 @@ class Document:
     text: str
 
 
-def find_files(specs: Sequence[str], *, base: Path | None = None) -> list[Path]:
+def find_files(specs: Sequence[str], *, base: Path | None = None, setting: str = DATA) -> list[Path]:
     """Resolve `data.files` to files, in an order that depends on nothing but the settings and the names.
 
     Args:
         specs: Each a file (read whatever its suffix), a folder (searched recursively for text suffixes; hidden names
             are skipped), a glob pattern (`**` is recursive), or the word `stdlib`.
         base: Folder that relative entries start from; the current one by default.
+        setting: What messages call the entries.
 
     Returns:
         Existing files without repeats; entries in the order given, files of one entry sorted by path.
@@ -47,20 +49,21 @@ def find_files(specs: Sequence[str], *, base: Path | None = None) -> list[Path]:
         ValueError: An entry does not exist, matches nothing, or is a folder without text files.
     """
     if not specs:
-        raise ValueError("data.files is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
+        raise ValueError(f"{setting} is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
     found: dict[Path, None] = {}
     for spec in specs:
-        for path in _resolve(spec, base or Path()):
+        for path in _resolve(spec, base or Path(), setting):
             found.setdefault(path.resolve())
     return list(found)
 
 
-def read_documents(files: Sequence[Path], *, text_field: str = "text") -> Iterator[Document]:
+def read_documents(files: Sequence[Path], *, text_field: str = "text", setting: str = DATA) -> Iterator[Document]:
     """Read documents one after another; only one is in memory at a time.
 
     Args:
         files: Files to read, in order. One ending in `.jsonl` holds one JSON object a line.
         text_field: Name of the text in those objects.
+        setting: What messages call the files.
 
     Yields:
         Documents that have at least one character.
@@ -71,22 +74,22 @@ def read_documents(files: Sequence[Path], *, text_field: str = "text") -> Iterat
     """
     for path in files:
         if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field)
+            yield from _read_jsonl(path, text_field, setting)
         else:
-            text = _decode(_read_bytes(path), path, 0)
+            text = _decode(_read_bytes(path, setting), path, 0, setting)
             if text:
                 yield Document(str(path), text)
 
 
-def _resolve(spec: str, base: Path) -> list[Path]:
+def _resolve(spec: str, base: Path, setting: str) -> list[Path]:
     if spec == STDLIB:
-        return _stdlib_files()
+        return _stdlib_files(setting)
     path = base / Path(spec).expanduser()
     if path.is_dir():
         files = _walk(path)
         if not files:
             raise ValueError(
-                f"data.files: the folder '{path}' has no text files (known suffixes: .txt, .md, .jsonl, .py and the "
+                f"{setting}: the folder '{path}' has no text files (known suffixes: .txt, .md, .jsonl, .py and the "
                 "like; hidden names are skipped). Name the files or a glob pattern such as "
                 f"'{path}/*' to read them whatever their suffix."
             )
@@ -96,10 +99,10 @@ def _resolve(spec: str, base: Path) -> list[Path]:
     if glob.has_magic(spec):
         files = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file())
         if not files:
-            raise ValueError(f"data.files: no file matches the pattern '{path}'. Check the pattern and the folder.")
+            raise ValueError(f"{setting}: no file matches the pattern '{path}'. Check the pattern and the folder.")
         return files
     raise ValueError(
-        f"data.files: '{path}' does not exist. Name a text file, a folder, a glob pattern, or 'stdlib'"
+        f"{setting}: '{path}' does not exist. Name a text file, a folder, a glob pattern, or 'stdlib'"
         f" (relative names start from '{base.resolve()}')."
     )
 
@@ -115,7 +118,7 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _stdlib_files() -> list[Path]:
+def _stdlib_files(setting: str) -> list[Path]:
     """Source of the running Python's standard library, its tests left out: distributions often ship without them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
@@ -123,35 +126,35 @@ def _stdlib_files() -> list[Path]:
     )
     if not files:
         raise ValueError(
-            f"data.files: 'stdlib' found no Python source below '{root}' (a zipped or stripped installation). "
+            f"{setting}: 'stdlib' found no Python source below '{root}' (a zipped or stripped installation). "
             "Name a folder with text files instead."
         )
     return files
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, setting: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(
-            f"data.files: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
+            f"{setting}: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
         ) from error
 
 
-def _decode(raw: bytes, path: Path, offset: int) -> str:
+def _decode(raw: bytes, path: Path, offset: int, setting: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"data.files: '{path}' is not UTF-8 text: byte {offset + error.start:,} (0x{raw[error.start]:02x}) cannot "
-            "be decoded. Convert the file (iconv -f latin1 -t utf-8 is often right), or leave it out of data.files."
+            f"{setting}: '{path}' is not UTF-8 text: byte {offset + error.start:,} (0x{raw[error.start]:02x}) cannot "
+            "be decoded. Convert the file (iconv -f latin1 -t utf-8 is often right), or leave it out of {setting}."
         ) from error
 
 
-def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
+def _read_jsonl(path: Path, text_field: str, setting: str) -> Iterator[Document]:
     offset = 0
-    for number, raw in enumerate(_lines(path), start=1):
-        line = _decode(raw, path, offset)
+    for number, raw in enumerate(_lines(path, setting), start=1):
+        line = _decode(raw, path, offset, setting)
         offset += len(raw)
         if not line.strip():
             continue
@@ -159,7 +162,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"data.files: line {number} of '{path}' is not JSON ({error.msg} at column {error.colno}). "
+                f"{setting}: line {number} of '{path}' is not JSON ({error.msg} at column {error.colno}). "
                 "A .jsonl file holds one JSON object a line; rename the file if it is plain text."
             ) from error
         if not isinstance(record, dict) or text_field not in record:
@@ -178,11 +181,11 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Document]:
             yield Document(f"{path}:{number}", text)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _lines(path: Path, setting: str) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             yield from file
     except OSError as error:
         raise ValueError(
-            f"data.files: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
+            f"{setting}: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
         ) from error

@@ -4,13 +4,21 @@ A model comes in as a `Scorer` (what it would have predicted) and, to let it ans
 """
 
 from trunkline.evaluate.models import Continuer, Scorer, TokenScores
-from trunkline.evaluate.perplexity import DocumentLoss, PerplexityMeter, PositionLoss, TokenDocument
+from trunkline.evaluate.perplexity import (
+    DocumentLoss,
+    MeanLoss,
+    PerplexityMeter,
+    PositionLoss,
+    TokenDocument,
+    token_documents,
+)
 from trunkline.evaluate.results import Cell, Evaluation, effective_length
-from trunkline.evaluate.run import EvaluateProgress, evaluate
+from trunkline.evaluate.run import EvaluateProgress, check_lengths, evaluate
 from trunkline.evaluate.scoring import Outcome
-from trunkline.evaluate.settings import EvaluateSettings
+from trunkline.evaluate.settings import EvaluateSettings, even_depths, parse_length
+from trunkline.evaluate.streamed import StreamedContinuer, StreamedScorer
 from trunkline.evaluate.table import table_text, tables_of
-from trunkline.evaluate.write import WrittenEvaluation, write_evaluation
+from trunkline.evaluate.write import WrittenEvaluation, write_evaluation, write_folder
 
 __all__ = [
     "Cell",
@@ -19,16 +27,24 @@ __all__ = [
     "EvaluateProgress",
     "EvaluateSettings",
     "Evaluation",
+    "MeanLoss",
     "Outcome",
     "PerplexityMeter",
     "PositionLoss",
     "Scorer",
+    "StreamedContinuer",
+    "StreamedScorer",
     "TokenDocument",
     "TokenScores",
     "WrittenEvaluation",
+    "check_lengths",
     "effective_length",
     "evaluate",
+    "even_depths",
+    "parse_length",
     "table_text",
     "tables_of",
+    "token_documents",
     "write_evaluation",
+    "write_folder",
 ]

@@ -7,12 +7,15 @@ it, so nobody predicts it, and it counts nowhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trunkline.data.sources import Document
+from trunkline.data.tokenizers import Encoder
 from trunkline.evaluate.models import TokenScores
 
 
@@ -69,6 +72,32 @@ class DocumentLoss(MeanLoss):
     """
 
     name: str
+
+
+def token_documents(
+    documents: Iterable[Document], encoder: Encoder, *, most_tokens: int | None = None
+) -> list[TokenDocument]:
+    """Tokenise documents as for training: with the tokens that begin and end a text.
+
+    Args:
+        documents: texts.
+        encoder: the tokenizer.
+        most_tokens: longer documents are cut into pieces of so many tokens, the last with what is left, and the first
+            token of each is predicted by nothing, as in training; None leaves them whole.
+
+    Returns:
+        The documents, or their pieces, in order; those of a single token are left out, since nothing predicts it.
+    """
+    found = []
+    for document in documents:
+        ids = torch.from_numpy(encoder.encode(document.text).astype(np.int64))
+        size = most_tokens or len(ids) or 1
+        pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
+        for number, piece in enumerate(pieces, start=1):
+            name = document.name if len(pieces) == 1 else f"{document.name} ({number} of {len(pieces)})"
+            if len(piece) > 1:
+                found.append(TokenDocument(name, piece))
+    return found
 
 
 class PerplexityMeter:

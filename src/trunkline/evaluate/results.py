@@ -55,6 +55,14 @@ class Evaluation:
     by_document: tuple[DocumentLoss, ...] = ()
 
     @property
+    def mean_loss(self) -> MeanLoss | None:
+        """The mean over all tokens of all documents; None where no token of one was predicted."""
+        counted = [loss for loss in self.by_document if loss.num_tokens]
+        num_tokens = sum(loss.num_tokens for loss in counted)
+        total = math.fsum(loss.num_tokens * loss.loss for loss in counted)
+        return MeanLoss(num_tokens, total / num_tokens) if num_tokens else None
+
+    @property
     def ways(self) -> list[Way]:
         """The ways that answers were scored in."""
         return [way for way in WAYS if any(outcome.way == way for outcome in self.outcomes)]
@@ -120,6 +128,7 @@ class Evaluation:
             "task_scores": {way: self.task_scores(way) for way in self.ways},
             "cells": [asdict(cell) for cell in self.cells()],
             "perplexity": {
+                "mean": None if self.mean_loss is None else _with_perplexity(self.mean_loss),
                 "by_position": [_with_perplexity(loss) for loss in self.by_position],
                 "by_document": [_with_perplexity(loss) for loss in self.by_document],
             },

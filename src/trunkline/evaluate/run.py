@@ -97,6 +97,20 @@ def evaluate(
     return Evaluation(settings, tuple(outcomes), tuple(meter.by_position()), tuple(meter.by_document()))
 
 
+def check_lengths(settings: EvaluateSettings, tokenizer: Any, haystack: Haystack | None = None) -> None:
+    """Refuse lengths that are too short for a task, as `evaluate` does, long before there is something to evaluate.
+
+    Args:
+        settings: what will be asked.
+        tokenizer: the model's.
+        haystack: as for `evaluate`.
+
+    Raises:
+        ValueError: a length is too short, or the tokenizer cannot write a task.
+    """
+    _check_lengths(settings, Pieces(tokenizer), haystack if haystack is not None else Prose())
+
+
 class _Report:
     def __init__(self, progress: Callable[[EvaluateProgress], None] | None, total: int) -> None:
         self._progress, self._total, self.done = progress, total, 0

@@ -1,7 +1,8 @@
-"""What an evaluation asks: tasks, lengths, depths, how many samples."""
+"""What an evaluation asks: tasks, lengths, depths, how many samples; and how people write these."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trunkline.evaluate.tasks import TASKS, Task
@@ -9,6 +10,8 @@ from trunkline.evaluate.tasks import TASKS, Task
 # RULER (Hsieh et al., COLM 2024) calls a length effective while a model scores at least what Llama-2-7B scores at its
 # own 4K there, 85.6%.
 DEFAULT_THRESHOLD = 0.85
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,34 @@ class EvaluateSettings:
     def resolved_tasks(self) -> tuple[Task, ...]:
         """The tasks, those given by name as they are by default."""
         return tuple(TASKS[task] if isinstance(task, str) else task for task in self.tasks)
+
+
+def even_depths(count: int) -> tuple[float, ...]:
+    """Return depths that are evenly far from each other.
+
+    Args:
+        count: how many, at least 1; one alone is the middle.
+
+    Returns:
+        From 0, the beginning of the haystack, to 1, its end.
+    """
+    return (0.5,) if count == 1 else tuple(i / (count - 1) for i in range(count))
+
+
+def parse_length(text: int | str) -> int:
+    """Read a number of tokens as people write it.
+
+    Args:
+        text: a number, or one with K (1,024) or M (1,048,576) behind it: "16K", "1.5M", "32_768".
+
+    Returns:
+        Tokens.
+
+    Raises:
+        ValueError: it is no whole number of tokens above 0.
+    """
+    found = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([KM]?)", str(text).strip().upper())
+    tokens = 0.0 if found is None else float(re.sub("[_,]", "", found[1])) * _UNITS[found[2]]
+    if isinstance(text, bool) or tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{text!r} is no number of tokens; write 4096, 4K or 1M")
+    return int(tokens)

@@ -101,4 +101,8 @@ def _documents(evaluation: Evaluation) -> Table:
     table = _table("Perplexity by document", ["document", "tokens", "loss", "perplexity"])
     for loss in evaluation.by_document:
         table.add_row(loss.name, f"{loss.num_tokens:,}", f"{loss.loss:.4f}", f"{loss.perplexity:,.3f}")
+    mean = evaluation.mean_loss
+    if mean is not None and len(evaluation.by_document) > 1:
+        table.add_section()
+        table.add_row("all tokens", f"{mean.num_tokens:,}", f"{mean.loss:.4f}", f"{mean.perplexity:,.3f}")
     return table

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from trunkline.folders import put
 from trunkline.report.folder import read_run
 from trunkline.report.page import MARK, make_page
 from trunkline.report.png import NAMES, can_draw, write_pngs
@@ -59,7 +60,7 @@ def write_report(run: Path, output: Path | None = None) -> Written:
         else:
             notes.append("No PNGs: matplotlib is not installed (pip install 'trunkline[report]').")
         files = sorted(path.name for path in partial.iterdir())
-        _put(partial, folder)
+        put(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Written(folder, files, notes)
@@ -81,18 +82,3 @@ def _check(folder: Path) -> None:
             f"output: '{folder}' holds {what} that no report consists of, and only reports are replaced. Set --output "
             "to another folder."
         )
-
-
-def _put(partial: Path, folder: Path) -> None:
-    """Put the folder in its place; what was there stays until the new one is whole, and comes back if that fails."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-    folder.rename(old)
-    try:
-        partial.rename(folder)
-    except OSError:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from trunkline.folders import put
 from trunkline.timeline import Timeline
 from trunkline.train.metrics import MetricsFile, StepMetrics
 from trunkline.train.recipe import Recipe
@@ -86,13 +87,7 @@ class OutputFolder:
         )
         # Looked at again: hours may have passed since the start.
         check_output(self.path, overwrite=self.recipe.overwrite)
-        if self.path.exists():
-            old = self.path.with_name(f"{self.path.name}.old-{os.getpid()}")
-            self.path.rename(old)
-            self.partial.rename(self.path)
-            shutil.rmtree(old)
-        else:
-            self.partial.rename(self.path)
+        put(self.partial, self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

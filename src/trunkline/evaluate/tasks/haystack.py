@@ -67,12 +67,13 @@ class Texts:
             raise ValueError("haystack: the texts are empty. Give files that hold text, or leave haystack out.")
 
     @classmethod
-    def read(cls, files: Sequence[str], *, base: Path | None = None) -> Texts:
+    def read(cls, files: Sequence[str], *, base: Path | None = None, setting: str = "haystack") -> Texts:
         """Read the texts from files.
 
         Args:
             files: as in `data.files` of a recipe: files, folders, glob patterns, `stdlib`.
             base: folder that relative names start from; the current one by default.
+            setting: what messages call the files.
 
         Returns:
             The haystack.
@@ -80,7 +81,12 @@ class Texts:
         Raises:
             ValueError: a file does not exist or holds no text.
         """
-        return cls([document.text for document in read_documents(find_files(files, base=base))])
+        return cls(
+            [
+                document.text
+                for document in read_documents(find_files(files, base=base, setting=setting), setting=setting)
+            ]
+        )
 
     def sentences(self, draws: Draws) -> Iterator[str]:
         """Yield sentences without end."""
