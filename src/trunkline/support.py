@@ -55,27 +55,36 @@ def check_length(decoder: HuggingFaceDecoder, last_position: int) -> None:
     Raises:
         ValueError: rotary frequencies depend on the length of the input; more tokens than learned positions.
     """
-    model = decoder.model
-    config = model.config.get_text_config()
-    name = type(model).__name__
+    name = type(decoder.model).__name__
+    limit, rope_type = _most_tokens(decoder)
+    if limit is None or last_position < limit:
+        return
+    if rope_type is not None:
+        raise Unsupported(
+            f"{name} has rope_type={rope_type!r}, whose frequencies depend on the length of the input beyond "
+            f"{limit} tokens ({last_position + 1} were given): that cannot be streamed yet. Shorten the "
+            "input, or set rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
+        )
+    raise ValueError(
+        f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
+        f"build the model with max_position_embeddings of {last_position + 1} or more."
+    )
+
+
+def most_tokens(decoder: HuggingFaceDecoder) -> int | None:
+    """Return how many tokens `check_length` lets through; None for any number."""
+    return _most_tokens(decoder)[0]
+
+
+def _most_tokens(decoder: HuggingFaceDecoder) -> tuple[int | None, str | None]:
+    """How many tokens a model takes, and the kind of its rotary positions where these are why."""
+    config = decoder.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [rope, *(r for r in rope.values() if isinstance(r, dict))]
-    for kind in kinds:
+    for kind in (rope, *(r for r in rope.values() if isinstance(r, dict))):
         rope_type = kind.get("rope_type", kind.get("type"))
         if rope_type in ("dynamic", "longrope"):
-            original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
-            if last_position >= original:
-                raise Unsupported(
-                    f"{name} has rope_type={rope_type!r}, whose frequencies depend on the length of the input beyond "
-                    f"{original} tokens ({last_position + 1} were given): that cannot be streamed yet. Shorten the "
-                    "input, or set rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
-                )
-    limit = getattr(config, "max_position_embeddings", None)
-    if not rope and limit is not None and last_position >= limit:
-        raise ValueError(
-            f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
-            f"build the model with max_position_embeddings of {last_position + 1} or more."
-        )
+            return kind.get("original_max_position_embeddings") or config.max_position_embeddings, rope_type
+    return None if rope else getattr(config, "max_position_embeddings", None), None
 
 
 def reaches(decoder: HuggingFaceDecoder) -> list[Reach]:

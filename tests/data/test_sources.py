@@ -99,3 +99,12 @@ def test_nothing_to_read_is_told_with_the_mend(tmp_path):
         find_files(["*.txt"], base=tmp_path)
     with pytest.raises(ValueError, match=r"data\.files: the folder '.*pictures' has no text files.*glob pattern"):
         find_files(["pictures"], base=tmp_path)
+
+
+def test_messages_name_the_setting_that_files_came_from(tmp_path):
+    with pytest.raises(ValueError, match=r"^evaluate\.files: '.*nowhere' does not exist"):
+        find_files(["nowhere"], base=tmp_path, setting="evaluate.files")
+    with pytest.raises(ValueError, match=r"^--perplexity: .*is not UTF-8.*leave it out of --perplexity\."):
+        list(read_documents([write(tmp_path / "a.txt", b"\xff")], setting="--perplexity"))
+    with pytest.raises(ValueError, match=r"^--perplexity: line 1 of .*is not JSON"):
+        list(read_documents([write(tmp_path / "a.jsonl", "{")], setting="--perplexity"))

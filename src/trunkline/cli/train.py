@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from trunkline.parallel import alarm
 from trunkline.train.display import PlainDisplay, clock_text, make_display
 from trunkline.train.job import RankLog, join
-from trunkline.train.output import PLAN
+from trunkline.train.output import EVALUATION, EVALUATIONS, PLAN
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import RunResult, train
 from trunkline.train.settings import load_recipe
@@ -59,10 +59,13 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
     steps = result.steps
     folder = _short(result.output)
     seconds = sum(step.total_seconds for step in steps)
+    evaluating = sum(record.seconds for record in result.evaluations)
+    beside = f" and {clock_text(evaluating)} of evaluations" if result.evaluations else ""
     tokens = sum(step.tokens for step in steps)
     lines = [
         "",
-        f"Done in {clock_text(seconds)}: loss {steps[0].loss:.4f} → {steps[-1].loss:.4f} over {tokens:,} tokens.",
+        f"Done in {clock_text(seconds)}{beside}: "
+        f"loss {steps[0].loss:.4f} → {steps[-1].loss:.4f} over {tokens:,} tokens.",
         "",
         f"Wrote {folder}/",
         "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
@@ -70,6 +73,14 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         *(["  plan.json      what was expected of a step"] if (result.output / PLAN).exists() else []),
         "  timeline.json  one step over time, memory and lanes: "
         f"`{_program('trunkline')} report {shlex.quote(folder)}` draws it",
+        *(
+            [
+                f"  {EVALUATIONS}  {len(result.evaluations)} lines: loss of held-out files, scores of tasks",
+                f"  {EVALUATION}/    tables and pictures of the last one",
+            ]
+            if result.evaluations
+            else []
+        ),
         "  recipe.yaml    every setting of this run, defaults filled in",
         *(["  logs/          what the other processes wrote, a file each"] if processes > 1 else []),
         "",

@@ -147,7 +147,7 @@ def _decode(raw: bytes, path: Path, offset: int, setting: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{setting}: '{path}' is not UTF-8 text: byte {offset + error.start:,} (0x{raw[error.start]:02x}) cannot "
-            "be decoded. Convert the file (iconv -f latin1 -t utf-8 is often right), or leave it out of {setting}."
+            f"be decoded. Convert the file (iconv -f latin1 -t utf-8 is often right), or leave it out of {setting}."
         ) from error
 
 

@@ -49,5 +49,5 @@ class Continuer(Protocol):
             max_new_tokens: most tokens to generate for each.
 
         Returns:
-            For each continuation the new tokens, fewer where the model ended its text.
+            For each continuation the new tokens, fewer where the model ended its text or has no positions left.
         """

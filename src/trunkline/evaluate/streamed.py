@@ -17,6 +17,7 @@ from trunkline.cache.streamed import StreamedCache
 from trunkline.evaluate.models import TokenScores
 from trunkline.generation.prefill import prefill
 from trunkline.streaming import streamed_forward
+from trunkline.support import most_tokens
 
 
 class StreamedScorer:
@@ -76,7 +77,9 @@ class StreamedContinuer:
         rows: list[list[int]] = [[] for _ in ids_BS]
         ended = torch.zeros(len(rows), dtype=torch.bool)
         new_BS = ids_BS.to(self._forward.decoder.device)
-        for _ in range(max_new_tokens):
+        most = most_tokens(self._forward.decoder)  # of a learned table: the last new token is not read itself
+        room = max_new_tokens if most is None else max(1, most - cache.length - ids_BS.shape[1] + 1)
+        for _ in range(min(max_new_tokens, room)):
             prefill(self._model, new_BS, cache=cache)
             assert cache.logits is not None
             new_BS = cache.logits[:, -1:].argmax(-1)

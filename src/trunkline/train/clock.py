@@ -48,6 +48,10 @@ class PartClock:
         self._last, self._marks = self._marks, []
         return seconds
 
+    def drop(self) -> None:
+        """Forget what has been entered since the last step: it belongs to none."""
+        self._marks = []
+
     def spans(self) -> list[tuple[str, float, float]]:
         """The parts of the step that is over: name, begin and end in seconds since the step began."""
         at = [self.since_begin(mark) for _, mark in self._last]

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from trunkline.evaluate import EvaluateProgress
+from trunkline.evaluate.table import length_text
 from trunkline.tiers.account import in_units
 from trunkline.train.estimate import StepEstimate, SweepPosition
+from trunkline.train.evaluating import EvaluationRecord, evaluation_text
 from trunkline.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class RunInfo:
         log_every: Steps between permanent lines.
         num_micro_batches: Micro-batches of a step.
         attention_share: Share of the FLOPs that is attention.
+        evaluate_every: Steps between evaluations; None for none.
     """
 
     headline: Sequence[str]
@@ -37,6 +41,14 @@ class RunInfo:
     log_every: int
     num_micro_batches: int
     attention_share: float
+    evaluate_every: int | None = None
+
+    def evaluations_after(self, step: int) -> int:
+        """Return how many evaluations are still to come once a step, counted from 1, is over and its own, too."""
+        if self.evaluate_every is None or step >= self.steps:
+            return 0
+        due = self.steps // self.evaluate_every + (self.steps % self.evaluate_every > 0)
+        return due - step // self.evaluate_every
 
 
 class Display(Protocol):
@@ -56,6 +68,12 @@ class Display(Protocol):
 
     def step(self, metrics: StepMetrics) -> None:
         """Say that a step is over."""
+
+    def evaluating(self, where: EvaluateProgress) -> None:
+        """Say where an evaluation is; called before each of its samples, and at its end."""
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """Say what an evaluation found."""
 
     def end(self) -> None:
         """Stop drawing; called however the run ends."""
@@ -77,6 +95,7 @@ class PlainDisplay:
         self._console = console
         self._info: RunInfo | None = None
         self._seconds: list[float] = []
+        self._evaluation_seconds = 0.0
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -100,7 +119,17 @@ class PlainDisplay:
         self._seconds.append(metrics.total_seconds)
         if is_due(metrics.step, self._info):
             left = (self._info.steps - metrics.step) * typical(self._seconds)
+            left += self._info.evaluations_after(metrics.step - 1) * self._evaluation_seconds
             self._line(f"{step_line(metrics, self._info.steps)}  eta {clock_text(left)}")
+
+    def evaluating(self, where: EvaluateProgress) -> None:
+        """Say nothing: a plain line is for a whole evaluation."""
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """Print the evaluation's line."""
+        assert self._info is not None
+        self._evaluation_seconds = record.seconds
+        self._line(evaluation_line(record, self._info.steps))
 
     def end(self) -> None:
         """Nothing is left open."""
@@ -125,6 +154,8 @@ class LiveDisplay:
         self._position: SweepPosition | None = None
         self._history: list[StepMetrics] = []
         self._step_began = 0.0
+        self._evaluating: EvaluateProgress | None = None
+        self._evaluation: EvaluationRecord | None = None
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -152,7 +183,8 @@ class LiveDisplay:
     def progress(self, position: SweepPosition) -> None:
         """Take note; the timer draws."""
         assert self._estimate is not None
-        self._estimate.update(position)
+        if self._evaluating is None:
+            self._estimate.update(position)
         self._position = position
 
     def step(self, metrics: StepMetrics) -> None:
@@ -163,6 +195,18 @@ class LiveDisplay:
         if is_due(metrics.step, self._info):
             self._console.print(step_line(metrics, self._info.steps), markup=False, highlight=False)
         self._estimate.start_step(metrics.seconds)
+        self._position = None
+        self._step_began = time.perf_counter()
+
+    def evaluating(self, where: EvaluateProgress) -> None:
+        """Take note; the timer draws."""
+        self._evaluating = where
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """Print the evaluation's permanent line; the next step begins."""
+        assert self._info is not None
+        self._evaluating, self._evaluation = None, record
+        self._console.print(evaluation_line(record, self._info.steps), markup=False, highlight=False)
         self._position = None
         self._step_began = time.perf_counter()
 
@@ -185,7 +229,9 @@ class LiveDisplay:
             current = whole - elapsed
         else:
             return None
-        return current + whole * max(0, self._info.steps - len(self._history) - 1)
+        evaluation = 0.0 if self._evaluation is None else self._evaluation.seconds
+        more = self._info.evaluations_after(len(self._history) - (self._evaluating is not None)) * evaluation
+        return current + whole * max(0, self._info.steps - len(self._history) - 1) + more
 
     def _render(self) -> RenderableType:
         from rich.box import ROUNDED
@@ -207,7 +253,11 @@ class LiveDisplay:
         table.add_row(
             "step", bar(overall, width, "green", f"{min(done_steps + 1, info.steps)} of {info.steps}   eta {eta}")
         )
-        table.add_row("sweep", bar(estimate.fraction, width, "cyan", self._sweep_text()))
+        if self._evaluating is None:
+            table.add_row("sweep", bar(estimate.fraction, width, "cyan", self._sweep_text()))
+        else:
+            share = self._evaluating.done / self._evaluating.total
+            table.add_row("evaluate", bar(share, width, "magenta", self._evaluating_text(self._evaluating)))
         if self._history:
             last = self._history[-1]
             losses = [metrics.loss for metrics in self._history]
@@ -218,7 +268,15 @@ class LiveDisplay:
             if last.bytes_moved:
                 table.add_row("stores", stores_text(last))
             table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
+        if self._evaluation is not None:
+            table.add_row("evaluated", f"after step {self._evaluation.step}   {evaluation_text(self._evaluation)}")
         return Panel(table, box=ROUNDED, border_style="dim", expand=False)
+
+    def _evaluating_text(self, where: EvaluateProgress) -> str:
+        if not where.what:
+            return "writing"
+        name = where.what if len(where.what) <= 20 else f"…{where.what[-19:]}"
+        return f"{name} {length_text(where.length)}  {where.done + 1} of {where.total}"
 
     def _sweep_text(self) -> str:
         position, info, estimate = self._position, self._info, self._estimate
@@ -252,6 +310,12 @@ def step_line(metrics: StepMetrics, steps: int) -> str:
         f"lr {metrics.lr:.2e}  {metrics.tokens_per_second:,.0f} tokens/s  {metrics.total_seconds:.1f} s"
         + (f"  {metrics.exposed_share:.1%} exposed" if metrics.bytes_moved else "")
     )
+
+
+def evaluation_line(record: EvaluationRecord, steps: int) -> str:
+    """Return the permanent line of an evaluation."""
+    width = len(str(steps))
+    return f"eval {record.step:>{width}}/{steps}  {evaluation_text(record)}  {record.seconds:.1f} s"
 
 
 def stores_text(metrics: StepMetrics) -> str:

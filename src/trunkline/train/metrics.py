@@ -7,6 +7,7 @@ import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -75,6 +76,13 @@ def lane_record(traffic: Traffic) -> dict[str, float]:
     }
 
 
+class Record(Protocol):
+    """What is a line of JSON."""
+
+    def to_json(self) -> str:
+        """Return it."""
+
+
 class MetricsFile:
     """Appends records to a file, each complete on disk before the next step begins.
 
@@ -85,9 +93,9 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8")
 
-    def write(self, metrics: StepMetrics) -> None:
+    def write(self, record: Record) -> None:
         """Append one line."""
-        self._file.write(metrics.to_json() + "\n")
+        self._file.write(record.to_json() + "\n")
         self._file.flush()
 
     def close(self) -> None:

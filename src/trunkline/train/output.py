@@ -16,14 +16,16 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from trunkline.evaluate import Evaluation, write_evaluation
 from trunkline.folders import put
 from trunkline.timeline import Timeline
-from trunkline.train.metrics import MetricsFile, StepMetrics
+from trunkline.train.metrics import MetricsFile, Record, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
 PLAN = "plan.json"
+EVALUATIONS, EVALUATION = "evaluations.jsonl", "evaluation"
 
 
 class OutputFolder:
@@ -42,6 +44,7 @@ class OutputFolder:
         self.partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         self.num_steps = 0
         self._made_parents: list[Path] = []
+        self._evaluations: MetricsFile | None = None
         check_output(self.path, overwrite=recipe.overwrite)
 
     def __enter__(self) -> Self:
@@ -56,12 +59,24 @@ class OutputFolder:
             ) from error
         self._made_parents = parents
         self._metrics = MetricsFile(self.partial / METRICS)
+        if self.recipe.evaluate.every is not None:
+            self._evaluations = MetricsFile(self.partial / EVALUATIONS)
         return self
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step to `metrics.jsonl`."""
         self._metrics.write(metrics)
         self.num_steps += 1
+
+    def write_evaluation(self, record: Record, evaluation: Evaluation) -> list[str]:
+        """Append a line to `evaluations.jsonl`, and write the whole into `evaluation/`, over the one before.
+
+        Returns:
+            What was left out, and how it would not be.
+        """
+        assert self._evaluations is not None
+        self._evaluations.write(record)
+        return write_evaluation(evaluation, self.partial / EVALUATION).notes
 
     def write_plan(self, plan: str) -> None:
         """Write what was expected of a step."""
@@ -79,7 +94,7 @@ class OutputFolder:
             tokenizer: Its tokenizer.
             state_dict: All its parameters, where it is spread over processes.
         """
-        self._metrics.close()
+        self._close()
         model.save_pretrained(self.partial / MODEL, state_dict=state_dict)  # type: ignore[operator]
         tokenizer.save_pretrained(self.partial / MODEL)
         (self.partial / RECIPE).write_text(
@@ -92,7 +107,7 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._metrics.close()
+        self._close()
         if error is not None and self.partial.exists():
             if self.num_steps == 0:
                 shutil.rmtree(self.partial)
@@ -102,6 +117,11 @@ class OutputFolder:
                         parent.rmdir()
             else:
                 error.add_note(f"The metrics of the {self.num_steps} steps so far are in '{self.partial / METRICS}'.")
+
+    def _close(self) -> None:
+        self._metrics.close()
+        if self._evaluations is not None:
+            self._evaluations.close()
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trunkline.config import StreamConfig
+from trunkline.evaluate.settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths, parse_length
 from trunkline.train.presets import PRESETS
 
 
@@ -20,6 +21,13 @@ def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")
     return value
+
+
+def _parts(value: Any) -> Any:
+    """What a person may write for a list: one thing, or several with commas between them."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return (value,) if isinstance(value, int) else value
 
 
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
@@ -121,6 +129,71 @@ class ParallelSection(_Section):
         return self
 
 
+class EvaluateSection(_Section):
+    """What is asked of the model on the way; nothing where `every` is null."""
+
+    every: Count | None = Field(default=None, description="steps between evaluations; the last step has one, too")
+    files: list[str] = Field(default=[], description="held-out text, as data.files: its loss and perplexity")
+    tasks: tuple[str, ...] = Field(default=("needle",), description="long-context tasks, see docs/evaluate.md")
+    lengths: tuple[Count, ...] | None = Field(
+        default=None, description="tokens of the tasks' samples, such as [16K, 64K]; null for context"
+    )
+    depths: Count = Field(default=11, description="places of answers in each sample; more cost no time")
+    samples: Count = Field(default=2, description="samples of each task and length")
+    threshold: Fraction = Field(default=DEFAULT_THRESHOLD, description="least score of an effective length")
+    generated: bool = Field(default=False, description="have the model answer in its own words, too")
+    haystack: list[str] = Field(default=[], description="text around needles, as data.files; made up by default")
+    seed: Whole = Field(default=0, description="seed of names, numbers and made-up text")
+
+    @field_validator("files", "haystack", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value or []
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _task_list(cls, value: Any) -> Any:
+        return _parts(value)
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        parts = _parts(value)
+        return tuple(parse_length(part) for part in parts) if isinstance(parts, (tuple, list)) else parts
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Self:
+        if self.every is None:
+            given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            if given:
+                raise ValueError(
+                    f"evaluate.{given[0]} has no effect without evaluate.every: set it to a number of steps"
+                )
+        elif not (self.tasks or self.files):
+            raise ValueError(
+                "evaluate.every is set, and there is nothing to evaluate: set evaluate.files or evaluate.tasks"
+            )
+        self.settings(context=1)
+        return self
+
+    def settings(self, *, context: int) -> EvaluateSettings:
+        """Return them as `trunkline.evaluate` takes them.
+
+        Args:
+            context: Tokens of samples where `lengths` says nothing.
+
+        Raises:
+            ValueError: One has a value that nothing can be done with.
+        """
+        lengths = (self.lengths or (context,)) if self.tasks else ()
+        try:
+            return EvaluateSettings(
+                lengths, self.tasks, even_depths(self.depths), self.samples, self.seed, self.threshold
+            )
+        except ValueError as error:
+            raise ValueError(f"evaluate.{error}") from None
+
+
 class Recipe(_Section):
     """All settings of one training run."""
 
@@ -154,6 +227,7 @@ class Recipe(_Section):
     )
     compile: bool = Field(default=False, description="compile the layers with torch.compile, all but their attention")
     parallel: ParallelSection = ParallelSection()
+    evaluate: EvaluateSection = EvaluateSection()
     batch_size: Count = Field(default=1, description="samples of one micro-batch (global)")
     gradient_accumulation: Count = Field(default=1, description="micro-batches of one step")
     steps: Count = Field(description="optimizer steps")
@@ -171,11 +245,7 @@ class Recipe(_Section):
     @field_validator("keep", mode="before")
     @classmethod
     def _keep_list(cls, value: Any) -> Any:
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return value
+        return () if value is None else _parts(value)
 
     @field_validator("keep")
     @classmethod
@@ -212,6 +282,11 @@ class Recipe(_Section):
                 f"optimizer.warmup_steps ({self.optimizer.warmup_steps}) is larger than steps ({self.steps}); lower it"
             )
         return self
+
+    @property
+    def evaluate_settings(self) -> EvaluateSettings:
+        """What is asked of the model on the way, as `trunkline.evaluate` takes it."""
+        return self.evaluate.settings(context=self.context)
 
     @property
     def tokens_per_step(self) -> int:

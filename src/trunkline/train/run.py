@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trunkline.parallel import alarm
 from trunkline.parallel.mesh import heads_of
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display, RunInfo
+from trunkline.train.evaluating import EvaluationRecord, Evaluator
 from trunkline.train.job import Job, RankLog, expected_seconds
 from trunkline.train.loop import Monitor, Trainer
 from trunkline.train.metrics import StepMetrics
@@ -36,11 +37,13 @@ class RunResult:
         output: The output folder.
         steps: The records of all steps.
         cut: What of the data was used.
+        evaluations: What was found on the way.
     """
 
     output: Path
     steps: list[StepMetrics]
     cut: CutReport
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
 def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog | None = None) -> RunResult:
@@ -75,6 +78,7 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
+    evaluator = Evaluator(recipe, encoder, files, display.note) if recipe.evaluate.every is not None else None
     ready = preflight(recipe, config, job, device, display.note) if recipe.preflight else Preflight(recipe)
     recipe = ready.recipe
     if output is not None:
@@ -89,6 +93,8 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1), title=_title(recipe, device, job),
                                 devices=job.world_size)  # fmt: skip
     trunkline.stream(model, **recipe.stream_settings, mesh=job.mesh, progress=Monitor(clock, display, recorder))
+    if evaluator is not None:
+        evaluator.check(model)
     trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, job,
                       recorder=recorder)  # fmt: skip
     info = RunInfo(
@@ -97,8 +103,10 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         log_every=recipe.log_every,
         num_micro_batches=recipe.gradient_accumulation,
         attention_share=attention_share,
+        evaluate_every=recipe.evaluate.every,
     )
     steps: list[StepMetrics] = []
+    evaluations: list[EvaluationRecord] = []
     with contextlib.nullcontext() if output is None else output:
         folder = job.agree_on_folder(None if output is None else output.partial)
         if log is not None:
@@ -116,6 +124,13 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
                         output.write_timeline(trainer.timeline)
                 display.step(metrics)
                 steps.append(metrics)
+                if evaluator is not None and evaluator.is_due(index + 1):
+                    record, found = evaluator.run(model, index + 1, clock, display.evaluating)
+                    notes = [] if output is None else output.write_evaluation(record, found)
+                    for note in [] if evaluations else notes:
+                        display.note(note)
+                    display.evaluated(record)
+                    evaluations.append(record)
                 job.expect(max(step.total_seconds for step in steps))
         finally:
             display.end()
@@ -125,7 +140,7 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
         if output is not None:
             output.finish(saved, encoder.tokenizer, state_dict)
         job.wait()
-    return RunResult(Path(recipe.output).expanduser().absolute(), steps, samples.report)
+    return RunResult(Path(recipe.output).expanduser().absolute(), steps, samples.report, evaluations)
 
 
 def _model(

@@ -1,0 +1,101 @@
+"""How lengths and depths are written, and texts become documents whose loss is measured."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from trunkline.cli.evaluate import Asked
+from trunkline.data import Document, load_encoder
+from trunkline.evaluate import (
+    EvaluateSettings,
+    Evaluation,
+    PerplexityMeter,
+    TokenScores,
+    even_depths,
+    parse_length,
+    token_documents,
+    write_folder,
+)
+from trunkline.evaluate.settings import DEFAULT_THRESHOLD
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("4096", 4096), (4096, 4096), ("4K", 4096), ("4k", 4096), (" 1M ", 2**20), ("1.5K", 1536), ("32_768", 32768),
+     ("32,768", 32768)],
+)  # fmt: skip
+def test_lengths_are_read(text: int | str, tokens: int) -> None:
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "4X", "0", "-4K", "1.0001K", "1.5", True, "1e3"])
+def test_what_is_no_length(text: str) -> None:
+    with pytest.raises(ValueError, match="is no number of tokens; write 4096, 4K or 1M"):
+        parse_length(text)
+
+
+def test_depths_are_even() -> None:
+    assert even_depths(1) == (0.5,)
+    assert even_depths(3) == (0.0, 0.5, 1.0)
+    assert even_depths(11) == EvaluateSettings((4096,)).depths
+    assert Asked(Path()).threshold == DEFAULT_THRESHOLD
+
+
+def test_documents_are_cut_as_for_training_and_lose_nothing() -> None:
+    encoder = load_encoder("bytes")
+    documents = [Document("a", "x" * 20), Document("b", "y" * 7), Document("c", "z" * 8)]
+    found = token_documents(documents, encoder, most_tokens=8)
+    # With the token that ends a text: 21, 8 and 9, and the ninth of the last would be alone.
+    assert [(d.name, len(d.ids)) for d in found] == [
+        ("a (1 of 3)", 8), ("a (2 of 3)", 8), ("a (3 of 3)", 5), ("b", 8), ("c (1 of 2)", 8),
+    ]  # fmt: skip
+    assert found[3].ids.tolist() == [*b"yyyyyyy", encoder.tokenizer.eos_token_id]
+    assert found[0].ids.dtype == torch.int64
+    assert [len(d.ids) for d in token_documents(documents, encoder)] == [21, 8, 9]
+
+
+def losses() -> Evaluation:
+    meter = PerplexityMeter()
+    none = torch.zeros(1, 4, dtype=torch.bool)
+    meter.add(TokenScores(torch.tensor([[0.0, -1.0, -2.0, -3.0]]), none), [["a"]])
+    meter.add(TokenScores(torch.tensor([[0.0, -6.0]]), none[:, :2]), [["b"]])
+    meter.add(TokenScores(torch.tensor([[0.0]]), none[:, :1]), [["c"]])
+    return Evaluation(EvaluateSettings((), ()), (), tuple(meter.by_position()), tuple(meter.by_document()))
+
+
+def test_the_mean_is_over_tokens() -> None:
+    mean = losses().mean_loss
+    assert mean is not None
+    assert (mean.num_tokens, mean.loss) == (4, 3.0)
+    assert mean.perplexity == pytest.approx(math.exp(3))
+    assert Evaluation(EvaluateSettings((), ()), ()).mean_loss is None
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "deep" / "out"
+    written = write_folder(losses(), folder)
+    assert sorted(written.files) == ["perplexity.csv", "perplexity.png", "results.json", "table.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(written.files)
+    with pytest.raises(ValueError, match=r"--output: the folder '.*out' exists\. Give another one, or --overwrite"):
+        write_folder(losses(), folder)
+
+    def fail(self: Evaluation) -> str:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "to_json", fail)
+        with pytest.raises(OSError, match="full"):
+            write_folder(losses(), folder, overwrite=True)
+    assert (folder / "results.json").exists()
+    write_folder(Evaluation(EvaluateSettings((), ()), ()), folder, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["results.json", "table.txt"]
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
+    (folder / "mine.txt").write_text("")
+    with pytest.raises(ValueError, match=r"holds 'mine\.txt', which is no part of an evaluation"):
+        write_folder(losses(), folder, overwrite=True)
+    with pytest.raises(ValueError, match="is a file"):
+        write_folder(losses(), folder / "mine.txt")
