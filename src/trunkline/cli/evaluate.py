@@ -159,7 +159,8 @@ def _settings(asked: Asked, model: Any, encoder: Encoder, haystack: Texts | None
         if asked.tasks is None:
             names, left_out = _fitting(names, settings, encoder, haystack)
             if left_out:
-                notes.append(f"left out, since {length_text(min(lengths))} are too short: {', '.join(left_out)}")
+                little = f"{length_text(min(lengths))}, or {asked.depths} depths, are too little"
+                notes.append(f"tasks left out, since {little} for them: {', '.join(left_out)}")
         found = settings(names)
         check_lengths(found, encoder.tokenizer, haystack)
     except ValueError as error:
@@ -171,13 +172,15 @@ def _settings(asked: Asked, model: Any, encoder: Encoder, haystack: Texts | None
 def _fitting(
     names: tuple[str, ...], settings: Any, encoder: Encoder, haystack: Texts | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Which tasks the lengths are long enough for, and which not; all of them where none is."""
+    """Which tasks lengths and depths are enough for, and which not."""
     left_out, last = [], None
     for name in names:
         only = settings((name,))
         try:
             check_lengths(only, encoder.tokenizer, haystack)
         except ValueError as error:
+            if not str(error).startswith(("lengths:", "depths:")):
+                raise
             left_out.append(name)
             last = error
     if last is not None and len(left_out) == len(names):
