@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from pathlib import Path
@@ -11,9 +12,15 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from rich.console import Console
 
 from trunkline.cli import app
+from trunkline.cli.evaluate import Asked, _lengths
+from trunkline.cli.evaluating import make_watch
+from trunkline.config import Progress
 from trunkline.data.tokenizers import make_byte_tokenizer
+from trunkline.evaluate import EvaluateProgress
+from trunkline.evaluate.table import length_text
 
 TASKS = "needle,passkey,multikey,multiquery,multivalue,variables,common-words"
 
@@ -118,9 +125,6 @@ def test_defaults_are_what_the_model_is_made_for(model: Path, capsys: pytest.Cap
     [(1000, "1,000"), (20_000, "4K, 8K, 16K"), (2**20, "4K, 8K, 16K, 32K, 64K, 128K"), (None, "4K, 8K, 16K, 32K")],
 )
 def test_default_lengths(made_for: int | None, said: str) -> None:
-    from trunkline.cli.evaluate import Asked, _lengths
-    from trunkline.evaluate.table import length_text
-
     class Model:
         class config:  # noqa: N801
             @staticmethod
@@ -169,7 +173,46 @@ def test_mistakes(model: Path, arguments: list[str], message: str, capsys: pytes
     assert err.splitlines()[-1].startswith(f"error: {message}")
 
 
+def test_what_has_nothing_in_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    code, _, err = call(capsys, model, "--tasks", "none", "--perplexity", tmp_path / "empty.txt")
+    assert code == 2
+    assert "--perplexity: the files hold no text" in err
+
+
+def test_several_processes_are_told(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = call(capsys, model)
+    assert code == 2
+    assert "trunkline evaluate is one process: start it without torchrun" in err
+
+
 def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, tmp_path)
     assert code == 2
     assert "is no model folder" in err
+
+
+def test_the_bar_moves_by_tokens_and_within_a_sample() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    watch = make_watch(console, 4096 + 8192 + 100)
+    with watch:
+        task = watch._bar.tasks[0]  # type: ignore[attr-defined]
+        watch(EvaluateProgress(0, 3, "needle", 4096))
+        assert task.completed == 0
+        assert task.description.rstrip() == "1 of 3  needle 4K"
+        watch(EvaluateProgress(1, 3, "needle", 8192))
+        assert task.completed == 4096
+        for layer in range(2):
+            for chunk in range(4):
+                watch.sweep(Progress("forward", layer, 2, chunk, 4))
+        watch.sweep(Progress("head", -1, 2, 0, 4))
+        assert task.completed == 4096 + 8192
+        watch.sweep(Progress("forward", 0, 2, 0, 1))  # what is generated after the sequence has been read
+        assert task.completed == 4096 + 8192
+        watch(EvaluateProgress(2, 3, "a/very/long/name/of/a/document.txt", 100))
+        assert task.description == "3 of 3  a/very/long/name/of/a/d…"
+        watch(EvaluateProgress(3, 3, "", 0))
+        assert task.completed == watch.done_tokens == 4096 + 8192 + 100

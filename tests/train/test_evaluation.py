@@ -13,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import trunkline
+from trunkline.cli.train import summary
 from trunkline.data import cut_documents, find_files, load_encoder, read_documents
 from trunkline.evaluate import EvaluateProgress
 from trunkline.train import evaluating
@@ -106,6 +107,10 @@ def test_what_is_written_and_said(texts: Path) -> None:
         f"eval 2/5  loss {found[0]['loss']:.4f}  perplexity {found[0]['perplexity']:,.3f}  needle"
     )
     assert load_recipe(result.output / "recipe.yaml") == recipe
+    closing = "\n".join(summary(recipe, result))
+    assert " of evaluations: loss " in closing
+    assert "  evaluations.jsonl  3 lines" in closing
+    assert "  evaluation/    tables and pictures of the last one" in closing
     # All tokens of the held-out files but the first of each piece.
     ids = [len(load_encoder("bytes").encode(d.text)) for d in read_documents(find_files([str(texts / "held")]))]
     assert found[0]["loss_tokens"] == sum(count - -(-count // CONTEXT) for count in ids)

@@ -103,6 +103,8 @@ def run_evaluate(asked: Asked) -> None:
     notes: list[str] = []
     settings = _settings(asked, model, encoder, haystack, notes)
     documents = token_documents(_named(read_documents(files, setting="--perplexity")), encoder)
+    if files and not documents:
+        raise ValueError("--perplexity: the files hold no text. Give files that do.")
     for note in notes + _beyond(settings, documents, model):
         _tell(console, note)
     total = (1 + asked.generated) * len(settings.tasks) * settings.samples * sum(settings.lengths)
@@ -128,6 +130,11 @@ def run_evaluate(asked: Asked) -> None:
 
 def _check(asked: Asked) -> None:
     """What is wrong before a model is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "trunkline evaluate is one process: start it without torchrun. docs/evaluate.md says how a program of "
+            "yours evaluates over several, and trunkline train does with evaluate.every."
+        )
     for option, count in (("--depths", asked.depths), ("--samples", asked.samples)):
         if count < 1:
             raise ValueError(f"{option} {count}: give 1 or more.")

@@ -17,6 +17,8 @@ from trunkline.evaluate import EvaluateProgress
 from trunkline.evaluate.table import length_text
 from trunkline.train.display import clock_text
 
+_WIDTH = 32  # characters in front of a bar
+
 
 class Watch(Protocol):
     """Told how far an evaluation is; drawn for as long as it is entered.
@@ -103,8 +105,10 @@ class _Bar(_Counted):
     def __call__(self, where: EvaluateProgress) -> None:
         self._count(where)
         self._chunks = 0
-        text = f"{_named(where)}  {where.done + 1} of {where.total}" if where.what else "done"
-        self._bar.update(self._line, description=text, completed=self.done_tokens)
+        text = f"{where.done + 1} of {where.total}  {_named(where)}" if where.what else "done"
+        text = text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+        # Of one width, or the bar would move.
+        self._bar.update(self._line, description=f"{text:{_WIDTH}}", completed=self.done_tokens)
 
     def sweep(self, where: Where) -> None:
         """Move on by a chunk of a layer; what comes after the sequence has been read moves nothing."""

@@ -257,7 +257,7 @@ class LiveDisplay:
             table.add_row("sweep", bar(estimate.fraction, width, "cyan", self._sweep_text()))
         else:
             share = self._evaluating.done / self._evaluating.total
-            table.add_row("evaluate", bar(share, width, "magenta", self._evaluating_text(self._evaluating)))
+            table.add_row("eval", bar(share, width, "magenta", self._evaluating_text(self._evaluating)))
         if self._history:
             last = self._history[-1]
             losses = [metrics.loss for metrics in self._history]
@@ -269,7 +269,7 @@ class LiveDisplay:
                 table.add_row("stores", stores_text(last))
             table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
         if self._evaluation is not None:
-            table.add_row("evaluated", f"after step {self._evaluation.step}   {evaluation_text(self._evaluation)}")
+            table.add_row("found", f"after step {self._evaluation.step}   {evaluation_text(self._evaluation)}")
         return Panel(table, box=ROUNDED, border_style="dim", expand=False)
 
     def _evaluating_text(self, where: EvaluateProgress) -> str:
