@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import Link
+from trunkline.cache.interface import Interface
 from trunkline.cache.stretch import Stretch
 from trunkline.cache.writers import OpenEnd
 from trunkline.chunking import Chunk, zigzag
@@ -26,7 +26,7 @@ _SPARE = 32  # tokens before a window that stay: candidates that are refused in 
 _ADVICE = Advice(less="a shorter input or a smaller batch")
 
 
-class StreamedCache(Cache):  # type: ignore[misc]
+class StreamedCache(Interface):
     """Keys and values of every layer of a streamed model, on the device, in host memory or on disk as its budgets say.
 
     `trunkline.prefill` gives one; `model.generate(ids, past_key_values=cache)` and `trunkline.generate` go on from it.
@@ -43,8 +43,7 @@ class StreamedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, tiers: Tiers, num_layers: int, part: tuple[int, int] = (0, 1)) -> None:
-        super().__init__(layers=[])
-        self.length = 0
+        super().__init__(num_layers)
         self.documents: tuple[Starts, ...] = ((0,),)
         self.logits: Tensor | None = None
         self.next_positions = torch.zeros(1, 1, dtype=torch.long)
@@ -58,8 +57,7 @@ class StreamedCache(Cache):  # type: ignore[misc]
         self.reaches: Sequence[Reach] = ()
         self.capacity = padded_length(OPEN_TOKENS, 2 * part[1])
         self.part = part
-        self._batch = 0
-        self._tiers, self._num_layers = tiers, num_layers
+        self._tiers = tiers
 
     def __repr__(self) -> str:
         return f"StreamedCache({self._batch} x {self.length:,} tokens, {self.nbytes:,} bytes)"
@@ -154,8 +152,6 @@ class StreamedCache(Cache):  # type: ignore[misc]
         documents, positions = self.documents, self.positions[:, -1:]
         self.crop(-1)
         self.documents, self.next_positions = documents, positions
-
-    # -- growing -------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int) -> None:
         """Make ready for new tokens of so many rows.
@@ -332,86 +328,7 @@ class StreamedCache(Cache):  # type: ignore[misc]
             )
         return Stores(self._tiers, placement)
 
-    # -- transformers' Cache -------------------------------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of a row, padding included."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that new tokens meet, and the place of the first."""
-        return self.length + int(query_length), 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """No limit."""
-        return -1
-
-    def __len__(self) -> int:
-        return self._num_layers
-
-    @property
-    def batch_size(self) -> int:
-        """Rows; -1 before the first forward."""
-        return self._batch or -1
-
-    @property
-    def max_batch_size(self) -> int:
-        """Rows."""
-        return self._batch
-
-    @property
-    def is_compileable(self) -> bool:
-        """Never: it is not made of tensors of one shape."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        """Whether it holds anything."""
-        return self.length > 0
-
-    @property
-    def is_croppable(self) -> bool:
-        """As long as no window has let go of what would be wanted again; `crop` says so."""
-        return True
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Masks are none of transformers' business here."""
-        return [False] * self._num_layers
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """No layer has linear attention."""
-        return [False] * self._num_layers
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """No layer goes without keys and values."""
-        return [False] * self._num_layers
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: layers of a streamed model do not call it, and those of another must not.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("this cache belongs to a streamed model: give it to that model, after trunkline.stream().")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Have each row go on from another, as beams do."""
-        self.rearranged(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each row so many times."""
-        self.rearranged([row for row in range(self._batch) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Have some of the rows."""
-        self.rearranged(torch.arange(self._batch)[indices.cpu()].tolist())
+    # -- forgetting ---------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
         """Hold as many tokens before a window as a forward reads: they may be forgotten again."""
