@@ -158,6 +158,12 @@ class StreamedForward:
         """
         if cache is None:
             cache = self.new_cache()
+        ids_BS = given.get("input_ids")
+        if cache.length and isinstance(ids_BS, Tensor) and ids_BS.ndim == 2 and not ids_BS.shape[1]:
+            raise ValueError(
+                f"there is nothing new behind the {cache.length:,} tokens of the cache: model.generate wants all "
+                "tokens, those of the cache first; trunkline.generate(model, ids, cache=cache) those that follow it."
+            )
         before = cache.state()
         try:
             logits = self._extended(given, cache, again=again)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import build
 from torch import Tensor
+from transformers import DynamicCache
 
 import trunkline
 from trunkline.tiers.storage import ScratchFile, TierError
@@ -235,3 +236,8 @@ def test_other_implementations_of_caches_are_refused() -> None:
     model, _ = streamed()
     with pytest.raises(ValueError, match=r"a StaticCache \(cache_implementation\) has no effect"):
         model.generate(tokens(1, 9), cache_implementation="static", **HOW)
+    with pytest.raises(ValueError, match="cache is a DynamicCache: a streamed model fills one of its own"):
+        trunkline.prefill(model, tokens(1, 9), cache=DynamicCache())  # type: ignore[arg-type]
+    cache = trunkline.prefill(model, tokens(1, 9))
+    with pytest.raises(ValueError, match="there is nothing new behind the 9 tokens of the cache"):
+        model.generate(tokens(1, 4, seed=2), past_key_values=cache, **HOW)

@@ -47,11 +47,11 @@ def test_text_is_printed_and_speeds_are_told(capsys: pytest.CaptureFixture[str],
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("And not all those who wander")
     code, out, err = run(
-        capsys, model, "--file", tmp_path / "a.txt", "--file", tmp_path / "b.txt", "--prompt", "are",
+        capsys, model, "--file", tmp_path / "a.txt", "--file", tmp_path / "b.txt", "--prompt", " are",
         "--max-new-tokens", 12, "--chunk-size", 100,
     )  # fmt: skip
     assert code == 0
-    prompt = f"{TEXT}\nAnd not all those who wander\nare"
+    prompt = f"{TEXT}And not all those who wander are"
     assert out == own(model, prompt, 12) + "\n"
     assert f"read {len(prompt):,} tokens in " in err
     assert "wrote 12 tokens, " in err
@@ -79,7 +79,9 @@ def test_a_prompt_that_was_read_is_not_read_again(
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     cache = tmp_path / "cache"
-    assert run(capsys, model, "--file", tmp_path / "text.txt", "--max-new-tokens", 1, "--save-cache", cache)[0] == 0
+    code, out, err = run(capsys, model, "--file", tmp_path / "text.txt", "--max-new-tokens", 0, "--save-cache", cache)
+    assert (code, out) == (0, "")
+    assert f"read {len(TEXT):,} tokens" in err
     code, out, err = run(capsys, model, "--load-cache", cache, "--prompt", "But", "--max-new-tokens", 9)
     assert code == 0
     assert out == own(model, TEXT + "But", 9) + "\n"

@@ -24,7 +24,7 @@ from trunkline.train.job import Job
 from trunkline.train.loop import Monitor, Trainer
 from trunkline.train.models import build_config, build_model
 from trunkline.train.optimizer import Optimizer
-from trunkline.train.recipe import Recipe
+from trunkline.train.recipe import EvaluateSection, Recipe
 from trunkline.train.run import RunResult, train
 from trunkline.train.settings import RecipeError, load_recipe
 
@@ -241,6 +241,12 @@ def record(**more: Any) -> EvaluationRecord:
              "scores": {"forced": {"needle": {4096: 1.0, 8192: 0.5}}, "generated": {"needle": {4096: 0.0}}},
              "effective_length": {"forced": 4096, "generated": None}}  # fmt: skip
     return EvaluationRecord(**{**given, **more})
+
+
+def test_it_is_turned_off_by_null() -> None:
+    """Also where a recipe has everything else about it: on the command line, say."""
+    section = EvaluateSection.model_validate({"every": None, "files": ["a.txt"], "tasks": ["needle"]})
+    assert section.every is None
 
 
 def test_the_line_of_an_evaluation() -> None:

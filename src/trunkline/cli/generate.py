@@ -100,6 +100,10 @@ def run_generate(asked: Asked) -> None:
     read_meters = trunkline.read_meters(model)
     if asked.save_cache is not None:
         trunkline.save_cache(model, cache, asked.save_cache)
+        if not asked.max_new_tokens:
+            errors.print(f"read {ids.shape[1]:,} tokens in {read_seconds:.2f} s; wrote {asked.save_cache}", style="dim",
+                         highlight=False, markup=False)  # fmt: skip
+            return
     printed = _Printed(encoder.tokenizer, aloud=not asked.as_json)
     how: dict[str, Any] = {"do_sample": asked.temperature > 0}
     if asked.temperature > 0:
@@ -134,8 +138,10 @@ def run_generate(asked: Asked) -> None:
 
 
 def _check(asked: Asked) -> None:
-    if asked.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {asked.max_new_tokens}: give a positive number.")
+    if asked.max_new_tokens < 0 or (asked.max_new_tokens == 0 and asked.save_cache is None):
+        raise ValueError(
+            f"--max-new-tokens {asked.max_new_tokens}: give a positive number, or 0 with --save-cache, to read only."
+        )
     if asked.temperature < 0:
         raise ValueError(f"--temperature {asked.temperature}: give 0 for the likeliest token, or a positive number.")
     if asked.temperature == 0 and (asked.top_p != 1 or asked.top_k):
@@ -158,7 +164,7 @@ def _prompt(asked: Asked) -> str:
             raise ValueError(f"--file: '{name}' is not UTF-8 text ({error.reason} at byte {error.start}).") from None
     if asked.prompt is not None:
         parts.append(asked.prompt)
-    return "\n".join(parts)
+    return "".join(parts)  # nothing between them: what is read in two calls is then what one call would read
 
 
 def _encoded(text: str, encoder: Encoder, asked: Asked) -> torch.Tensor:

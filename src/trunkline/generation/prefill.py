@@ -46,6 +46,10 @@ def prefill(
         ValueError: the model is not streamed or in training mode, an argument is not supported, or keys and values do
             not fit in the budgets. A cache that was given holds what it held before then.
     """
+    if cache is not None and not isinstance(cache, StreamedCache):
+        raise ValueError(
+            f"cache is a {type(cache).__name__}: a streamed model fills one of its own. Leave it out for a new one."
+        )
     if (cache is None or not cache.length) and attention_mask is not None and isinstance(input_ids, Tensor):
         input_ids, attention_mask, position_ids = _padded_left(input_ids, attention_mask, position_ids)
     given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,

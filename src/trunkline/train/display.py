@@ -248,7 +248,7 @@ class LiveDisplay:
         eta = clock_text(left) if left is not None else "…"
         overall = min(1.0, (done_steps + estimate.fraction) / info.steps)
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
+        table.add_column(style="dim", no_wrap=True, min_width=6)  # however long the other column's text is
         table.add_column(no_wrap=True)
         table.add_row(
             "step", bar(overall, width, "green", f"{min(done_steps + 1, info.steps)} of {info.steps}   eta {eta}")

@@ -163,13 +163,13 @@ class EvaluateSection(_Section):
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
-        if self.every is None:
+        if self.every is None and "every" not in self.model_fields_set:  # else it was turned off
             given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
             if given:
                 raise ValueError(
                     f"evaluate.{given[0]} has no effect without evaluate.every: set it to a number of steps"
                 )
-        elif not (self.tasks or self.files):
+        elif self.every is not None and not (self.tasks or self.files):
             raise ValueError(
                 "evaluate.every is set, and there is nothing to evaluate: set evaluate.files or evaluate.tasks"
             )

@@ -86,6 +86,11 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         if model is None:
             assert pretrained is not None
             _check_settings(stream, tokenizer)
+            if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+                warnings.warn(
+                    f"device={device!r}, the harness's own default, is not there: cpu is taken.", stacklevel=2
+                )
+                device = "cpu"
             model, encoder = load_model(pretrained, dtype=dtype, device=device or "auto")
             self._texts = Texts(encoder)
             trunkline.stream(model, **stream)
