@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 
-class Interface(Cache):  # type: ignore[misc]
+class Interface(Cache, abc.ABC):  # type: ignore[misc]
     """A cache without tensors of its own.
 
     Args:
@@ -26,9 +27,9 @@ class Interface(Cache):  # type: ignore[misc]
         self._batch = 0
         self._num_layers = num_layers
 
+    @abc.abstractmethod
     def rearranged(self, rows: Sequence[int]) -> None:
         """Have rows that are copies of these rows of before."""
-        raise NotImplementedError
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of a row, padding included."""

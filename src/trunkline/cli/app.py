@@ -35,6 +35,18 @@ app = typer.Typer(
 )
 
 
+# Options of all commands that load a model and run it in chunks.
+_Dtype = Annotated[str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Of the model.")]
+_Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")]
+_ChunkSize = Annotated[str, typer.Option(metavar="TOKENS|auto", help="Tokens of a sequence in a chunk.")]
+_DeviceBudget = Annotated[
+    str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
+]
+_HostBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")]
+_Disk = Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")]
+_DiskBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")]
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"trunkline {version('trunkline')}")
@@ -207,15 +219,13 @@ def generate_command(
     top_k: Annotated[int, typer.Option(help="Sample from so many of the likeliest tokens; 0 for all.")] = 0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the tokenizer's chat template.")] = False,
-    dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Of the model.")] = "auto",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")] = "auto",
-    chunk_size: Annotated[str, typer.Option(metavar="TOKENS|auto", help="Tokens of the prompt in a chunk.")] = "auto",
-    device_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
-    ] = None,
-    host_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")] = None,
-    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")] = None,
+    dtype: _Dtype = "auto",
+    device: _Device = "auto",
+    chunk_size: _ChunkSize = "auto",
+    device_budget: _DeviceBudget = None,
+    host_budget: _HostBudget = None,
+    disk: _Disk = None,
+    disk_budget: _DiskBudget = None,
     save_cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write what was read, to go on from another time.")
     ] = None,
@@ -263,15 +273,13 @@ def evaluate_command(
         list[str] | None,
         typer.Option(metavar="FILE", help="Text whose perplexity is measured, by position; may be repeated."),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="auto|bfloat16|float16|float32", help="Of the model.")] = "auto",
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where it runs.")] = "auto",
-    chunk_size: Annotated[str, typer.Option(metavar="TOKENS|auto", help="Tokens of a sequence in a chunk.")] = "auto",
-    device_budget: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
-    ] = None,
-    host_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")] = None,
-    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")] = None,
+    dtype: _Dtype = "auto",
+    device: _Device = "auto",
+    chunk_size: _ChunkSize = "auto",
+    device_budget: _DeviceBudget = None,
+    host_budget: _HostBudget = None,
+    disk: _Disk = None,
+    disk_budget: _DiskBudget = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write: tables, JSON, CSV, heat maps.")
     ] = None,

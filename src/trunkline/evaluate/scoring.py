@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trunkline.evaluate.models import TokenScores
-from trunkline.evaluate.tasks import Sample
+from trunkline.evaluate.tasks import Answer, Sample
 
 Way = Literal["forced", "generated"]
 WAYS: tuple[Way, ...] = ("forced", "generated")
@@ -69,21 +69,8 @@ def score_forced(samples: Sequence[Sample], scores: TokenScores) -> list[Outcome
     for row, sample in enumerate(samples):
         for answer in sample.answers:
             place = slice(answer.start, answer.stop)
-            outcomes.append(
-                Outcome(
-                    way="forced",
-                    task=sample.task,
-                    length=sample.length,
-                    sample=sample.index,
-                    key=answer.key,
-                    expected=answer.text,
-                    depth=answer.depth,
-                    retrieved=bool(is_greedy[row, place].all()),
-                    log_prob=float(log_probs[row, place].sum()),
-                    num_tokens=answer.stop - answer.start,
-                    text=None,
-                )
-            )
+            retrieved, log_prob = bool(is_greedy[row, place].all()), float(log_probs[row, place].sum())
+            outcomes.append(_outcome("forced", sample, answer, retrieved=retrieved, log_prob=log_prob))
     return outcomes
 
 
@@ -98,22 +85,19 @@ def score_generated(sample: Sample, texts: Sequence[str]) -> list[Outcome]:
         An outcome for each answer.
     """
     return [
-        Outcome(
-            way="generated",
-            task=sample.task,
-            length=sample.length,
-            sample=sample.index,
-            key=answer.key,
-            expected=answer.text,
-            depth=answer.depth,
-            retrieved=contains(text, answer.text),
-            log_prob=None,
-            num_tokens=answer.stop - answer.start,
-            text=text,
-        )
+        _outcome("generated", sample, answer, retrieved=contains(text, answer.text), text=text)
         for question, text in zip(sample.questions, texts, strict=True)
         for answer in question.answers
     ]
+
+
+def _outcome(
+    way: Way, sample: Sample, answer: Answer, *, retrieved: bool, log_prob: float | None = None, text: str | None = None
+) -> Outcome:
+    return Outcome(
+        way=way, task=sample.task, length=sample.length, sample=sample.index, key=answer.key, expected=answer.text,
+        depth=answer.depth, retrieved=retrieved, log_prob=log_prob, num_tokens=answer.stop - answer.start, text=text,
+    )  # fmt: skip
 
 
 def contains(text: str, answer: str) -> bool:
