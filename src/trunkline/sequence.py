@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,6 +121,9 @@ class ChunkedSequence:
         return sum(x.form.nbytes if isinstance(x, _Away) else x.nbytes for x in self._chunks if x is not None)
 
 
+_FAR = 32  # chunks that a reader looks ahead: past those on the device, to have fetched what lies behind them
+
+
 class Reader:
     """Hands out chunks in an order given beforehand, of one sequence (`ChunkedSequence.read`) or of several.
 
@@ -150,10 +153,16 @@ class Reader:
 
     def next(self) -> Tensor:
         """The next chunk. Of those handed out earlier the last alone may be in use still."""
+        (x,) = in_step((self,))
+        return x
+
+    def _begin(self) -> None:
         while len(self._out) > 1:
             self._let_go()
         if not self._coming:
             self._issue()
+
+    def _hand_out(self) -> Tensor:
         sequence, index, move = self._coming[0]
         stores = sequence._stores
         if move is None:
@@ -171,9 +180,14 @@ class Reader:
             if self._take:
                 stores.release(move.block.tier, x.nbytes, sequence.kind)
         self._coming.popleft()
-        while len(self._coming) < stores.prefetch - 1 and self._issue():
-            pass
         return x
+
+    def _look_ahead(self) -> bool:
+        """Have one more fetched, if there is room for it on the device."""
+        if self._upcoming is None or len(self._coming) >= _FAR:
+            return False
+        under_way = sum(move is not None for _, _, move in self._coming)
+        return under_way < self._upcoming[0]._stores.prefetch - 1 and self._issue()
 
     def done(self) -> None:
         """No chunk handed out is in use any longer."""
@@ -213,6 +227,24 @@ class Reader:
         if self._take:
             sequence._chunks[index] = None
         return True
+
+
+def in_step(readers: Sequence[Reader]) -> list[Tensor]:
+    """The next chunk of each reader, see `Reader.next`: fetched in turn, so that what is wanted first comes first."""
+    for reader in readers:
+        reader._begin()
+    found = [reader._hand_out() for reader in readers]
+    look_ahead(readers)
+    return found
+
+
+def look_ahead(readers: Sequence[Reader]) -> None:
+    """Have as much fetched as there is room for on the device, in turn."""
+    more = True
+    while more:
+        more = False
+        for reader in readers:
+            more |= reader._look_ahead()
 
 
 def dense(x: Tensor) -> Tensor:

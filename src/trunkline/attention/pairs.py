@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trunkline.chunking import Chunk
-from trunkline.sequence import ChunkedSequence, Reader, dense
+from trunkline.sequence import ChunkedSequence, Reader, dense, in_step
 from trunkline.tiers.stores import Stores
 
 Pair = tuple[Tensor, Tensor]
@@ -88,7 +88,7 @@ class Pairs:
 
     def next_later(self) -> Pair:
         """The next chunk's tensors."""
-        a, b = (reader.next() for reader in self._readers)
+        a, b = in_step(self._readers)
         return a, b
 
     def drop(self, indices: Iterable[int]) -> None:

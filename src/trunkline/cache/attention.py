@@ -24,7 +24,7 @@ from trunkline.attention.visibility import Block, Range, Visibility
 from trunkline.cache.stretch import Stretch
 from trunkline.chunking import Chunk, zigzag
 from trunkline.ranks import Ranks
-from trunkline.sequence import ChunkedSequence, Reader
+from trunkline.sequence import ChunkedSequence, Reader, in_step, look_ahead
 
 _FEW = 64  # query rows up to which a kernel call is about reading keys: heads that share them go in it together
 
@@ -102,9 +102,12 @@ class Feed:
         return self
 
     def __next__(self) -> Pair:
-        return self._readers[0].next(), self._readers[1].next()
+        k, v = in_step(self._readers)
+        return k, v
 
     def __enter__(self) -> Feed:
+        """The first are sent for: what is on the device is met before them."""
+        look_ahead(self._readers)
         return self
 
     def __exit__(self, *error: object) -> None:
