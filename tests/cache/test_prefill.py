@@ -13,7 +13,11 @@ from support_matrix import ROWS, Row
 from torch import Tensor
 
 import trunkline
+from trunkline.cache import streamed
 from trunkline.cache.streamed import StreamedCache
+from trunkline.chunking import Chunk
+from trunkline.tiers.storage import TierError
+from trunkline.tiers.stores import Stores, Tiers
 
 SEQ = 150
 
@@ -332,6 +336,46 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
                     trunkline.prefill(model, ids[:, 30:stop], cache=cache)
         step_through(cache, model, ids, expected, [31, 32, 80], 1e-9)
         trunkline.unstream(model)
+
+
+@pytest.mark.parametrize("device", [150_000, 260_000])
+def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, tmp_path: Path) -> None:
+    """They are joined up to the length of a chunk, within the budget."""
+    model, ids = build("llama").eval(), tokens(1, 400)
+    expected = own_logits(model, ids)
+    trunkline.stream(model, chunk_size=64, device_budget=device, disk=tmp_path)
+    cache = trunkline.prefill(model, ids[:, :130])
+    for stop in range(131, 401):
+        trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
+    assert cache.logits is not None
+    torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
+    pieces = [stretch.stop - stretch.start for stretch in (link.stretch for link in cache.links[1:])]
+    assert sum(pieces) >= 400 - 130 - 8
+    assert max(pieces) == 64
+    assert len(pieces) <= 4 + 3
+    meters = trunkline.read_meters(model)
+    assert meters.peaks["device"] <= device
+    assert meters.peaks["disk"] > 0
+
+
+@pytest.mark.parametrize("error", [ValueError, TierError])
+def test_decoded_tokens_stay_apart_where_there_is_no_room_to_join_them(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stores_of = streamed.stores_of
+
+    def without_room(tiers: Tiers, batch: int, chunks: list[Chunk], *rest: Any) -> Stores:
+        if len(chunks[0]) > streamed.OPEN_TOKENS:
+            raise error("no room")
+        return stores_of(tiers, batch, chunks, *rest)
+
+    monkeypatch.setattr(streamed, "stores_of", without_room)
+    model, ids = build("llama").eval(), tokens(1, 100)
+    expected = own_logits(model, ids)
+    trunkline.stream(model, chunk_size=32, device_budget=150_000, disk=tmp_path)
+    cache = trunkline.prefill(model, ids[:, :64])
+    step_through(cache, model, ids, expected, list(range(65, 101)), 1e-9)
+    assert len(cache.links) == 1 + 36 // 8
 
 
 def test_decoded_tokens_are_never_in_many_pieces() -> None:

@@ -186,6 +186,27 @@ def test_a_cache_comes_back_from_disk(
     torch.testing.assert_close(loaded.logits[:, 0], logits[:, -1], rtol=1e-9, atol=1e-9)
 
 
+def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device is as much of it as decoded tokens and a chunk of more prompt leave free."""
+    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)  # open ends become stretches while decoding goes on
+    model, ids, more = build("llama").eval(), tokens(1, 1_000), tokens(1, 300, seed=2)
+    how = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    trunkline.stream(model, chunk_size=64)
+    cache = trunkline.prefill(model, ids)
+    trunkline.save_cache(model, cache, tmp_path / "cache")
+    trunkline.prefill(model, more, cache=cache)
+    expected = trunkline.generate(model, cache=cache, **how)
+    needed = cache.nbytes
+    trunkline.unstream(model)
+    for share in (0.4, 0.8):
+        trunkline.stream(model, chunk_size=32, device_budget=int(share * needed), disk=tmp_path)
+        loaded = trunkline.load_cache(model, tmp_path / "cache")
+        assert trunkline.read_meters(model).peaks["device"] > 0.5 * share * needed  # and no more room than that
+        trunkline.prefill(model, more, cache=loaded)
+        assert trunkline.generate(model, cache=loaded, **how).tolist() == expected.tolist()
+        trunkline.unstream(model)
+
+
 def test_a_cache_on_disk_is_whole_or_not_there_and_of_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

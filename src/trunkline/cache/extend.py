@@ -17,8 +17,9 @@ from torch import Tensor
 from trunkline import engine
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import CachedCore, Extension
-from trunkline.cache.placing import new_stretch, reading_bytes, widths_of
+from trunkline.cache.placing import new_stretch, widths_of
 from trunkline.cache.streamed import StreamedCache
+from trunkline.cache.stretch import reading_bytes
 from trunkline.cache.writers import OpenEnd, StretchWriter
 from trunkline.chunking import Chunk, split
 from trunkline.conditions import Conditions
@@ -110,7 +111,7 @@ def extend(
         if isinstance(writer, StretchWriter):
             writer.end_layer()
             if tiers.limited:
-                writer.stretch.stores.only_kept(reading_bytes(writer.stretch, cache, tiers.prefetch))
+                writer.stretch.stores.only_kept(reading_bytes(writer.stretch, cache.widths))
             cache.append(writer.stretch)
         else:
             writer.grown()

@@ -10,7 +10,7 @@ from trunkline import engine
 from trunkline.attention.pairs import Pairs
 from trunkline.attention.visibility import Range, Visibility
 from trunkline.cache.streamed import StreamedCache
-from trunkline.cache.stretch import Stretch
+from trunkline.cache.stretch import Stretch, in_transit, reading_bytes, spare_request
 from trunkline.cache.writers import StretchWriter
 from trunkline.chunking import Chunk
 from trunkline.keeping import Widths, advice_on
@@ -60,10 +60,18 @@ def new_stretch(run: Run, cache: StreamedCache, sights: Sequence[Sequence[Visibi
     return StretchWriter(stretch, windowed, spare, live, num_live)
 
 
-def reading_bytes(stretch: Stretch, cache: StreamedCache, prefetch: int) -> int:
-    """Bytes of the device that reading a stretch takes: what is fetched, and what is met."""
-    longest = max(len(chunk) for chunk in stretch.chunks)
-    return (prefetch + 1) * longest * stretch.batch * max(sum(widths) for widths in cache.widths)
+def room_to_go_on(cache: StreamedCache, batch: int, hidden: int, tokens: int) -> int:
+    """Bytes of the device that decoded tokens take, their move to their tier, and a chunk of a prompt read later.
+
+    Args:
+        cache: whose.
+        batch: rows.
+        hidden: bytes of a token's hidden state, of a row.
+        tokens: of the chunk that this rank has; 0 leaves room for decoded tokens alone, where they are.
+    """
+    widest = sum(max(widths[which] for widths in cache.widths) for which in (0, 1))
+    moving = max(tokens * (hidden + widest), cache.capacity * widest) if tokens else 0
+    return cache.open_bytes(batch) + in_transit(cache.tiers.prefetch) * batch * moving
 
 
 def _places(run: Run, offset: int) -> list[Range]:
@@ -110,15 +118,14 @@ def _requests(run: Run, cache: StreamedCache, asked: _Asked, spare: int) -> list
         spare: tokens of a chunk for which there shall be room afterwards, to go on with.
     """
     prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
-    both = prefetch + 1 + max(prefetch - 1, 1)
+    both = in_transit(prefetch)
     widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
     hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
-    # It is there only until the prompt is read, and free from then on.
-    later = cache.open_bytes(batch) + both * spare * (hidden + sum(widest)) // run.ranks.size
-    found = [Request(("spare",), ((later,),), "spare", 0, 0, kept=False)]
+    cache.room = room_to_go_on(cache, batch, hidden // batch, spare // run.ranks.size)
+    found = [spare_request(cache.room)]
     # Chunks that were read before may be longer than any of these.
     own = (prefetch + 1) * max(len(chunk) for chunk in run.rows) * batch * max(sum(widths) for widths in cache.widths)
-    earlier = max((reading_bytes(link.stretch, cache, prefetch) for link in cache.links), default=0)
+    earlier = max((reading_bytes(link.stretch, cache.widths) for link in cache.links), default=0)
     found.append(Request(("earlier",), ((max(earlier - own, 0),),), "earlier", 0, 0, kept=False))
     if len(asked.windowed) < len(asked.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from trunkline.attention.pairs import Pairs
 from trunkline.cache.attention import Feed
+from trunkline.cache.placing import room_to_go_on
 from trunkline.cache.streamed import StreamedCache
-from trunkline.cache.stretch import Stretch
+from trunkline.cache.stretch import Stretch, reading_bytes, stores_of
 from trunkline.chunking import Chunk
 
 VERSION = 1
@@ -83,7 +84,9 @@ def save(cache: StreamedCache, folder: Path, model: dict[str, Any]) -> None:
     partial.rename(folder)
 
 
-def load(cache: StreamedCache, folder: Path, model: dict[str, Any], device: torch.device) -> None:
+def load(
+    cache: StreamedCache, folder: Path, model: dict[str, Any], device: torch.device, *, hidden: int, chunk_tokens: int
+) -> None:
     """Read into a new cache what another held.
 
     Args:
@@ -91,6 +94,8 @@ def load(cache: StreamedCache, folder: Path, model: dict[str, Any], device: torc
         folder: as `save` wrote it.
         model: what says whether it is of the same model.
         device: of the model.
+        hidden: bytes of a token's hidden state.
+        chunk_tokens: of a chunk, for which there shall be room on the device, to go on with.
 
     Raises:
         ValueError: the folder holds no cache, or another model's; or it does not fit in the budgets.
@@ -108,6 +113,9 @@ def load(cache: StreamedCache, folder: Path, model: dict[str, Any], device: torc
                 "here): prefill it with this one."
             )
     cache.begin(page["batch"])
+    widths = [known["widths"] for known in page["stretches"]]
+    cache.widths = [(max(k for k, _ in layer), max(v for _, v in layer)) for layer in zip(*widths, strict=True)]
+    cache.room = room_to_go_on(cache, page["batch"], hidden, chunk_tokens)
     for number, known in enumerate(page["stretches"]):
         rows = None if known["rows"] is None else tuple(known["rows"])
         cache.append(_read_stretch(cache, known, folder, number, device), rows)
@@ -143,7 +151,8 @@ def _read_stretch(
     chunks = [Chunk(index, *bounds) for index, bounds in enumerate(known["chunks"])]
     places = [(first, last) for first, last in known["places"]]
     layers = range(len(known["passed"]))
-    stores = cache.stores_for(known["batch"], chunks, known["widths"], known["passed"])
+    rooms = cache.room, cache.open_bytes(cache.batch_size)
+    stores = stores_of(cache.tiers, known["batch"], chunks, known["widths"], known["passed"], rooms)
     stays = stores.placement is None  # in one buffer for each layer, where no window lets go of some
     resident = [len(chunks) if stays and cache.reaches[i].window is None else 0 for i in layers]
     pairs = [Pairs(chunks, resident[i], stores, (f"k {i}", f"v {i}")) for i in layers]
@@ -155,4 +164,6 @@ def _read_stretch(
     stores.settle_all()
     stretch = Stretch(known["start"], known["stop"], known["batch"], chunks, places, pairs, resident, stores)
     stretch.passed = list(known["passed"])
+    if cache.tiers.limited:
+        stores.only_kept(reading_bytes(stretch, cache.widths))
     return stretch

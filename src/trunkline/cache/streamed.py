@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,18 +14,17 @@ from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import Link
 from trunkline.cache.interface import Interface
-from trunkline.cache.stretch import Stretch
+from trunkline.cache.stretch import ADVICE, Stretch, reading_bytes, stores_of
 from trunkline.cache.writers import OpenEnd
 from trunkline.chunking import Chunk, zigzag
 from trunkline.documents import Starts
 from trunkline.ranks import padded_length
-from trunkline.tiers.placement import Advice, Request
+from trunkline.tiers.placement import Request
+from trunkline.tiers.storage import TierError
 from trunkline.tiers.stores import Stores, Tiers
 
 OPEN_TOKENS = 256  # that come in place, one by one as they are decoded, before they move on to their tier
 _SPARE = 32  # tokens before a window that stay: candidates that are refused in decoding can be forgotten again
-
-_ADVICE = Advice(less="a shorter input or a smaller batch")
 
 
 class StreamedCache(Interface):
@@ -40,6 +41,8 @@ class StreamedCache(Interface):
         next_positions: position id of the next token, (1, 1) or (B, 1).
         part: (rank, size) of the ranks that hold parts of keys and values, token by token.
         capacity: tokens of the open end.
+        room: bytes of the device that its keys and values leave free, to go on with.
+        tiers: of the model.
     """
 
     def __init__(self, tiers: Tiers, num_layers: int, part: tuple[int, int] = (0, 1)) -> None:
@@ -57,7 +60,8 @@ class StreamedCache(Interface):
         self.reaches: Sequence[Reach] = ()
         self.capacity = padded_length(OPEN_TOKENS, 2 * part[1])
         self.part = part
-        self._tiers = tiers
+        self.room = 0
+        self.tiers = tiers
 
     def __repr__(self) -> str:
         return f"StreamedCache({self._batch} x {self.length:,} tokens, {self.nbytes:,} bytes)"
@@ -82,13 +86,13 @@ class StreamedCache(Interface):
 
     def belongs_to(self, tiers: Tiers) -> bool:
         """Whether it rests in these."""
-        return self._tiers is tiers
+        return self.tiers is tiers
 
     # -- copies that share ---------------------------------------------------------------------------------------------
 
     def fork(self) -> StreamedCache:
         """Another cache of the same tokens, which goes on by itself; what is there already is shared."""
-        new = StreamedCache(self._tiers, self._num_layers, self.part)
+        new = StreamedCache(self.tiers, self._num_layers, self.part)
         for name in ("length", "documents", "logits", "next_positions", "widths", "reaches", "_batch"):
             setattr(new, name, getattr(self, name))
         new.links, new._ids, new._positions = list(self.links), list(self._ids), list(self._positions)
@@ -194,22 +198,34 @@ class StreamedCache(Interface):
         end = self.open_end
         if end is None or not end.filled:
             return
-        layers, joined = range(self._num_layers), self._to_join(end)
-        start = joined[0].start if joined else end.start
-        chunk = Chunk(0, 0, self.own_part(0)[0].shape[2] + end.start - start)
-        stores = self.stores_for(self._batch, [chunk], self.widths, [0] * self._num_layers)
-        pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
-        for layer in layers:
-            parts = [*(each.one(layer) for each in joined), self.own_part(layer)]
-            k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
-            pairs[layer].put(chunk, (k, v))
-        stores.settle_all()
+        joined = self._to_join(end)
+        try:
+            stretch = self._frozen(end, joined)
+        except (ValueError, TierError):
+            if not joined:
+                raise
+            stretch, joined = self._frozen(end, []), []  # there is no room for both while one becomes the other
         for each in joined:
             self.links.pop()
             each.owners.discard(self)
-        self.append(Stretch(start, end.stop, self._batch, [chunk], [(start, end.stop)], pairs,
-                            [0] * self._num_layers, stores))  # fmt: skip
+        self.append(stretch)
+        if self.tiers.limited:
+            stretch.stores.only_kept(reading_bytes(stretch, self.widths))
         end.emptied(end.stop)
+
+    def _frozen(self, end: OpenEnd, joined: list[Stretch]) -> Stretch:
+        """An open end as a stretch, with those before it that become one with it."""
+        layers, start = range(self._num_layers), joined[0].start if joined else end.start
+        chunk = Chunk(0, 0, self.own_part(0)[0].shape[2] + end.start - start)
+        stores = stores_of(self.tiers, self._batch, [chunk], self.widths, [0] * self._num_layers, (self.room, 0))
+        pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
+        for layer in layers:
+            with contextlib.ExitStack() as stack:
+                parts = [*(stack.enter_context(each.one(layer)) for each in joined), self.own_part(layer)]
+                k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
+            pairs[layer].put(chunk, (k, v))
+        stores.settle_all()
+        return Stretch(start, end.stop, self._batch, [chunk], [(start, end.stop)], pairs, [0] * len(layers), stores)
 
     def own_part(self, layer: int) -> Pair:
         """Keys and values of the open end: of ranks that hold parts this one's, cut as those of a long prompt are."""
@@ -223,12 +239,14 @@ class StreamedCache(Interface):
     def _to_join(self, end: OpenEnd) -> list[Stretch]:
         """Stretches of decoded tokens that become one with the open end: so that there are never many.
 
-        Each is joined when as many tokens follow it, and so log(n) times in all.
+        Each is joined when as many tokens follow it, and so log(n) times in all; where the device has a budget none
+        gets longer than the longest chunk that is there, for which it has room.
         """
         found: list[Stretch] = []
-        if self._tiers.limited or self.part[1] > 1 or any(reach.window is not None for reach in self.reaches):
+        if self.part[1] > 1 or any(reach.window is not None for reach in self.reaches):
             return found
-        tokens = end.filled
+        chunks = [len(chunk) for link in self.links for chunk in link.stretch.chunks]
+        tokens, most = end.filled, max(chunks, default=0) if self.tiers.limited else math.inf
         for link in reversed(self.links):
             stretch = link.stretch
             is_own = len(stretch.owners) == 1 and link.rows is None and link.stop == stretch.stop
@@ -237,35 +255,12 @@ class StreamedCache(Interface):
                 or not stretch.is_frozen
                 or stretch.batch != end.batch
                 or stretch.stop - stretch.start > tokens
+                or stretch.stop - stretch.start + tokens > most
             ):
                 break
             found.insert(0, stretch)
             tokens += stretch.stop - stretch.start
         return found
-
-    def stores_for(
-        self, batch: int, chunks: Sequence[Chunk], widths: Sequence[Sequence[int]], passed: Sequence[int]
-    ) -> Stores:
-        """Stores for keys and values that are there already.
-
-        Args:
-            batch: rows.
-            chunks: of them.
-            widths: bytes of a token's keys and values, of each layer and row.
-            passed: how many chunks from the first each layer goes without.
-
-        Raises:
-            ValueError: they do not fit in the budgets.
-        """
-        if not self._tiers.limited:
-            return Stores(self._tiers)
-        transit = self._tiers.prefetch + 1 + max(self._tiers.prefetch - 1, 1)
-        requests = []
-        for layer, pair in enumerate(widths):
-            counts = [0 if chunk.index < passed[layer] else len(chunk) * batch for chunk in chunks]
-            sizes = tuple(tuple(count * width for count in counts) for width in pair)
-            requests.append(Request((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, kept=True))
-        return Stores(self._tiers, self._tiers.place(requests, _ADVICE))
 
     def append(self, stretch: Stretch, rows: tuple[int, ...] | None = None) -> None:
         """Hold another stretch, behind all others.
@@ -316,17 +311,17 @@ class StreamedCache(Interface):
         return self.capacity * batch * sum(sum(widths) for widths in self.widths)
 
     def _stores_of_open_end(self, batch: int) -> Stores:
-        if not self._tiers.limited:
-            return Stores(self._tiers)
+        if not self.tiers.limited:
+            return Stores(self.tiers)
         nbytes = self.open_bytes(batch)
         request = Request(("open",), ((nbytes,),), "open", 0, 0, kept=True)
-        placement = self._tiers.place([request], _ADVICE)
+        placement = self.tiers.place([request], ADVICE)
         if not placement.on_device("open"):
             raise ValueError(
                 f"device_budget has no room for the {nbytes:,} bytes in which decoded tokens collect: raise it, or use "
                 "a smaller batch."
             )
-        return Stores(self._tiers, placement)
+        return Stores(self.tiers, placement)
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ their open end is full. Several caches may share one: continuations of the same 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,11 @@ from torch import Tensor
 from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Range
 from trunkline.chunking import Chunk, spans
-from trunkline.sequence import ChunkedSequence
-from trunkline.tiers.stores import Stores
+from trunkline.sequence import ChunkedSequence, in_step
+from trunkline.tiers.placement import Advice, Request
+from trunkline.tiers.stores import Stores, Tiers
+
+ADVICE = Advice(less="a shorter input or a smaller batch")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -61,11 +65,16 @@ class Stretch:
         """Whether it is one chunk of tokens that were decoded."""
         return len(self.chunks) == 1 and not any(self.num_resident)
 
-    def one(self, layer: int) -> Pair:
-        """Keys and values of a stretch that is one chunk on the device."""
+    @contextlib.contextmanager
+    def one(self, layer: int) -> Iterator[Pair]:
+        """Keys and values of a stretch that is one chunk."""
         readers = [sequence.read([0]) for sequence in self.pairs[layer].later]
-        k, v = (reader.next() for reader in readers)
-        return k, v
+        try:
+            k, v = in_step(readers)
+            yield k, v
+        finally:
+            for reader in readers:
+                reader.done()
 
     @property
     def is_passed(self) -> bool:
@@ -127,3 +136,56 @@ class Stretch:
         if met > max(self.passed[layer], self.num_resident[layer]):
             self.pairs[layer].drop(range(self.passed[layer], met))
             self.passed[layer] = met
+
+
+def stores_of(
+    tiers: Tiers, batch: int, chunks: Sequence[Chunk], widths: Sequence[Sequence[int]], passed: Sequence[int],
+    rooms: Sequence[int],
+) -> Stores:  # fmt: skip
+    """Stores for a stretch that is there already.
+
+    Args:
+        tiers: of the model.
+        batch: rows.
+        chunks: of them.
+        widths: bytes of a token's keys and values, of each layer and row.
+        passed: how many chunks from the first each layer goes without.
+        rooms: bytes of the device that they leave free: the first with which they fit.
+
+    Raises:
+        ValueError: they do not fit in the budgets.
+    """
+    if not tiers.limited:
+        return Stores(tiers)
+    transit = in_transit(tiers.prefetch)
+    requests = []
+    for layer, pair in enumerate(widths):
+        counts = [0 if chunk.index < passed[layer] else len(chunk) * batch for chunk in chunks]
+        sizes = tuple(tuple(count * width for count in counts) for width in pair)
+        requests.append(Request((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, kept=True))
+    *some, last = rooms
+    for room in some:
+        with contextlib.suppress(ValueError):
+            return Stores(tiers, tiers.place([spare_request(room), *requests], ADVICE))
+    return Stores(tiers, tiers.place([spare_request(last), *requests], ADVICE))
+
+
+def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
+    """Bytes of the device that reading a stretch takes: what is fetched, and what is met.
+
+    Args:
+        stretch: which.
+        widths: bytes of a token's keys and values, of each layer and row.
+    """
+    longest = max(len(chunk) for chunk in stretch.chunks)
+    return (stretch.stores.prefetch + 1) * longest * stretch.batch * max(map(sum, widths))
+
+
+def spare_request(nbytes: int) -> Request:
+    """A request for bytes of the device that are there until what is placed has come, and free from then on."""
+    return Request(("spare",), ((nbytes,),), "spare", 0, 0, kept=False)
+
+
+def in_transit(prefetch: int) -> int:
+    """Buffers that the moves of one group of stores take: those that are fetched, and those that are sent."""
+    return prefetch + 1 + max(prefetch - 1, 1)

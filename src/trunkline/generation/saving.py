@@ -54,7 +54,12 @@ def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
     """
     forward = streamed_forward(model, "load_cache")
     cache = forward.new_cache()
-    saving.load(cache, _part(Path(folder), forward), _identity(forward), forward.decoder.device)
+    device, config = forward.decoder.device, forward.decoder.model.config.get_text_config()
+    saving.load(
+        cache, _part(Path(folder), forward), _identity(forward), device,
+        hidden=config.hidden_size * next(forward.decoder.model.parameters()).dtype.itemsize,
+        chunk_tokens=forward.config.chunk_tokens(device) // forward.ranks.size,
+    )  # fmt: skip
     return cache
 
 
