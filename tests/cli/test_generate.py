@@ -97,6 +97,18 @@ def test_sampling_is_by_seed(capsys: pytest.CaptureFixture[str], model: Path) ->
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_wrong_budget_is_told_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr("trunkline.cli.generate.load_model", loaded)
+    code, _, err = run(capsys, model, "--prompt", "a", "--device-budget", "much")
+    assert code == 2
+    assert "device_budget='much'" in " ".join(err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -211,5 +211,5 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert resolve_device("auto") == CPU
     assert resolve_device("cpu") == CPU
-    with pytest.raises(RecipeError, match=r"device: 'cuda:1' is not there.*sees 0 CUDA devices"):
+    with pytest.raises(RecipeError, match=r"device='cuda:1' is not there.*sees 0 CUDA devices"):
         resolve_device("cuda:1")

@@ -17,6 +17,7 @@ import trunkline
 from trunkline import support
 from trunkline.cli.evaluating import make_watch
 from trunkline.cli.generate import peak_bytes
+from trunkline.config import StreamConfig
 from trunkline.data import Document, find_files, read_documents
 from trunkline.data.tokenizers import Encoder
 from trunkline.evaluate import (
@@ -129,6 +130,7 @@ def run_evaluate(asked: Asked) -> None:
 
 
 def _check(asked: Asked) -> None:
+    StreamConfig(**asked.stream)
     """What is wrong before a model is loaded."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(

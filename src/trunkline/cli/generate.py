@@ -18,6 +18,7 @@ from transformers import TextStreamer
 
 import trunkline
 from trunkline.config import Progress as Where
+from trunkline.config import StreamConfig
 from trunkline.data.tokenizers import Encoder
 from trunkline.generation.loading import load_model
 from trunkline.tiers.account import in_units
@@ -138,6 +139,7 @@ def run_generate(asked: Asked) -> None:
 
 
 def _check(asked: Asked) -> None:
+    StreamConfig(**asked.stream)
     if asked.max_new_tokens < 0 or (asked.max_new_tokens == 0 and asked.save_cache is None):
         raise ValueError(
             f"--max-new-tokens {asked.max_new_tokens}: give a positive number, or 0 with --save-cache, to read only."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trunkline.data.tokenizers import Encoder, load_encoder
+from trunkline.devices import device_named
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -27,7 +28,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}.")
-    place = resolved(device)
+    place = device_named(device)
     path = Path(folder).expanduser()
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -41,20 +42,3 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"'{path}' holds no causal language model that transformers can load ({first}).") from error
     return model.to(place).eval(), encoder
-
-
-def resolved(device: str) -> torch.device:
-    """The device of a name; `auto` is CUDA where there is one.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device={device!r}: give auto, cpu, cuda or cuda:N.") from None
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={device!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices.")
-    return place

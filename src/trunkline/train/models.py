@@ -15,27 +15,22 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trunkline.data.tokenizers import BYTES, Encoder
+from trunkline.devices import device_named
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of `device`; `auto` is CUDA where there is one.
+    """Return the device of a recipe's `device`.
 
     Raises:
-        RecipeError: CUDA is asked for and absent, or the index is too high.
+        RecipeError: there is no such device.
     """
-    available = torch.cuda.is_available()
-    if name == "auto":
-        return torch.device("cuda" if available else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (not available or (device.index or 0) >= torch.cuda.device_count()):
-        raise RecipeError(
-            f"device: '{name}' is not there: PyTorch {torch.__version__} sees {torch.cuda.device_count()} CUDA "
-            "devices. Set device to auto or cpu, or install a PyTorch built for your CUDA."
-        )
-    return device
+    try:
+        return device_named(name)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def tokenizer_spec(recipe: Recipe) -> str:
