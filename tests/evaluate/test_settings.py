@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,20 @@ def test_depths_are_even() -> None:
     assert even_depths(3) == (0.0, 0.5, 1.0)
     assert even_depths(11) == EvaluateSettings((4096,)).depths
     assert Asked(Path()).threshold == DEFAULT_THRESHOLD
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lengths": 4096}, r"lengths: 4096\. Set a tuple of whole numbers"),
+        ({"lengths": ("4K",)}, r"lengths: \('4K',\)\. Set a tuple of whole numbers"),
+        ({"depths": 11}, r"depths: 11\. Set a tuple of numbers, such as even_depths\(11\)"),
+        ({"tasks": "needle"}, "tasks: 'needle'. Set a tuple of tasks or their names"),
+    ],
+)
+def test_one_value_where_several_are_wanted(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvaluateSettings(**{"lengths": (4096,), **given})
 
 
 def test_documents_are_cut_as_for_training_and_lose_nothing() -> None:

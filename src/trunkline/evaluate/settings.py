@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from trunkline.evaluate.tasks import TASKS, Task
 
@@ -42,6 +44,14 @@ class EvaluateSettings:
     bin_width: int | None = None
 
     def __post_init__(self) -> None:
+        wanted: list[tuple[str, object, type, str]] = [
+            ("tasks", self.tasks, object, "tasks or their names, such as ('needle',)"),
+            ("lengths", self.lengths, Integral, "whole numbers, such as (4096, 16384)"),
+            ("depths", self.depths, Real, "numbers, such as even_depths(11)"),
+        ]
+        for setting, given, kind, several in wanted:
+            if isinstance(given, str) or not isinstance(given, Sequence) or not all(isinstance(x, kind) for x in given):
+                raise ValueError(f"{setting}: {given!r}. Set a tuple of {several}.")
         unknown = [task for task in self.tasks if isinstance(task, str) and task not in TASKS]
         if unknown:
             raise ValueError(f"tasks: there is no '{unknown[0]}'. Set some of: {', '.join(TASKS)}.")
