@@ -46,7 +46,8 @@ class Rank(NamedTuple):
 
 
 def _rank(rank: int, environment: dict[str, str], to: Connection, function: Callable[..., Any], *args: Any) -> None:
-    faulthandler.enable()  # a crash in native code says where it was
+    faulthandler.enable()  # a crash in native code says where it was: in Python, and each thread of the library, too
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:

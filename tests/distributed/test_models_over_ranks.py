@@ -27,7 +27,8 @@ def whole(gradients: Gradients) -> Gradients:
 def worst(got: Gradients, expected: Gradients) -> float:
     assert got.keys() == expected.keys()
     floor = 1e-6 * sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
-    return max(float((whole(got)[n] - g).norm()) / max(float(g.norm()), floor) for n, g in expected.items())
+    found = whole(got)
+    return max(float((found[name] - g).norm()) / max(float(g.norm()), floor) for name, g in expected.items())
 
 
 def streamed(
