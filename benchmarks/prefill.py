@@ -2,8 +2,8 @@
 
 Time: a prefill, the attention kernels and matrix products of it run bare, and transformers' own prefill (`use_cache`,
 SDPA) of the same model, in alternation. Memory: the peak of the resident set in a process of its own, above what the
-process had before, less keys and values. Decoding: bytes that arrive from disk in a second, against the same blocks
-read one after another with nothing beside it.
+process had before, less keys and values. Decoding: bytes that arrive from disk in a second, against the same file read
+from its start to its end with nothing beside it, in alternation; before each the file leaves the page cache.
 
     python benchmarks/prefill.py --disk /some/folder
 """
@@ -11,9 +11,12 @@ read one after another with nothing beside it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,43 +122,62 @@ def speed(setup: Setup, dtype: str, length: int, chunk_size: int, rounds: int, c
 
 
 def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, count: int) -> dict[str, Any]:
-    """Decoded tokens against keys and values on disk."""
+    """Decoded tokens against keys and values on disk, with a core left to what reads it."""
     model, ids = build(setup, dtype), tokens(setup, length)
     chunk = 2 * setup.kv_heads * setup.head_dim * chunk_size * DTYPES[dtype].itemsize
     hidden = setup.hidden_size * chunk_size * DTYPES[dtype].itemsize
     live = kv_bytes(setup, length, dtype) // setup.layers
     budget = live + 8 * (chunk + hidden) + kv_bytes(setup, 1_024, dtype)
-    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk)
+    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk, prefetch=4)
     cache = trunkline.prefill(model, ids)
-    on_disk = trunkline.read_meters(model).peaks["disk"]
-    trunkline.prefill(model, ids[:, :1], cache=cache)  # the first after a prompt has nothing on its way yet
     trunkline.read_meters(model)
-    begin = time.perf_counter()
+    torch.set_num_threads(max(setup.threads - 1, 1))
+    trunkline.prefill(model, ids[:, :1], cache=cache)  # code is loaded
+    on_disk = trunkline.read_meters(model).lanes["fetch"].moved
+    seconds, sequential, shares, scratch = list[float](), list[float](), list[float](), _scratch(disk)
+    plain = tempfile.NamedTemporaryFile(dir=disk, buffering=0)  # noqa: SIM115 - until the end
+    for _ in range(-(-on_disk // (64 * _MIB))):
+        plain.write(os.urandom(64 * _MIB))
     for at in range(count):
+        sequential.append(_sequential(plain.fileno()))
+        _evict(scratch)
+        begin = time.perf_counter()
         trunkline.prefill(model, ids[:, at : at + 1], cache=cache)
-    seconds = time.perf_counter() - begin
+        seconds.append(time.perf_counter() - begin)
+        shares.append(on_disk / seconds[-1] / sequential[-1])
     fetch = trunkline.read_meters(model).lanes["fetch"]
-    sequential = _sequential(cache, count)
     return {
-        "on_disk": on_disk, "kv": kv_bytes(setup, length, dtype), "seconds_a_token": seconds / count,
-        "fetched_a_token": fetch.moved // count, "bandwidth": fetch.moved / seconds, "sequential": sequential,
-        "share": fetch.moved / seconds / sequential, "exposed_share": fetch.exposed / seconds,
-        "busy_share": fetch.busy / seconds,
+        "on_disk": on_disk, "kv": kv_bytes(setup, length, dtype), "seconds": seconds, "sequential": sequential,
+        "shares": shares, "share": median(shares), "exposed_share": fetch.exposed / sum(seconds),
+        "busy_share": fetch.busy / sum(seconds),
     }  # fmt: skip
 
 
-def _sequential(cache: trunkline.StreamedCache, rounds: int) -> float:
-    """Bytes in a second that come from the same blocks, one after another, through the same file and lane."""
-    best = 0.0
-    for _ in range(max(rounds // 4, 2)):
-        moved, begin = 0, time.perf_counter()
-        for link in cache.links:
-            for layer, pairs in enumerate(link.stretch.pairs):
-                for sequence in pairs.later:
-                    for x in sequence.read(range(link.stretch.passed[layer], len(link.stretch.chunks))):
-                        moved += x.nbytes
-        best = max(best, moved / (time.perf_counter() - begin))
-    return best
+def _scratch(folder: str) -> int:
+    """The descriptor of this process's scratch file, which has no name."""
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            name = str(each.readlink())
+            if name.startswith(str(Path(folder).resolve())) and name.endswith("(deleted)"):
+                return int(each.name)
+    raise FileNotFoundError(f"no scratch file in {folder}")
+
+
+def _evict(descriptor: int) -> None:
+    """What is in a file is on the disk only."""
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sequential(descriptor: int) -> float:
+    """Bytes in a second of a file from its start to its end, in reads of 8 MiB, with nothing beside it."""
+    into, done, count = bytearray(8 * _MIB), 0, 1
+    _evict(descriptor)
+    begin = time.perf_counter()
+    while count:
+        count = os.preadv(descriptor, [into], done)
+        done += count
+    return done / (time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -169,6 +191,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16, help="that are decoded")
+    parser.add_argument("--decoding-layers", type=int, default=8)
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="folder of the scratch file")
     parser.add_argument("--only", nargs="+", choices=("speed", "memory", "decoding"),
                         default=["speed", "memory", "decoding"])  # fmt: skip
@@ -204,9 +227,13 @@ def main() -> None:
         table.add_row("transformers' peak / ours, keys and values with them", f"{ratio:.2f}", "")
     if "decoding" in given.only:
         found["decoding"] = each = decoding(
-            setup, given.dtype, given.length, given.chunk_size, given.disk, given.tokens
-        )
-        table.add_row("decoding: of keys and values on disk", f"{each['on_disk'] / each['kv']:.0%}", "")
+            replace(setup, layers=given.decoding_layers), given.dtype, given.length, given.chunk_size, given.disk,
+            given.tokens,
+        )  # fmt: skip
+        table.add_row(
+            f"decoding, {given.decoding_layers} layers: of keys and values on disk",
+            f"{each['on_disk'] / each['kv']:.0%}", "",
+        )  # fmt: skip
         table.add_row("bytes arrive at, of sequential reading", f"{each['share']:.0%}", "80%")
         table.add_row("compute waits for them", f"{each['exposed_share']:.0%} of the time", "told")
     console.print(table)

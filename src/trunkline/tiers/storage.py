@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,9 @@ def _unregister(memory: Tensor, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
+_PIECE = 512 * 2**10  # bytes of a file that are read at a time
+
+
 class ScratchFile:
     """A file that nobody else sees: it has no name (or loses it at once), so that a crash leaves nothing behind.
 
@@ -129,7 +132,7 @@ class ScratchFile:
     def __init__(self, folder: Path, nbytes: int) -> None:
         import xxhash  # here, because a machine without a disk tier need not have it
 
-        self._digest: Callable[[memoryview], int] = xxhash.xxh3_64_intdigest
+        self._hasher: Callable[[], Any] = xxhash.xxh3_64
         self.ranges = Ranges(nbytes)
         self.name = f"scratch file in {folder}"
         try:
@@ -175,7 +178,9 @@ class ScratchFile:
             raise TierError(
                 f"writing {in_units(len(view))} to the {self.name} failed: {error.strerror}. {_MEND}"
             ) from error
-        block.checksum = self._digest(view)
+        hasher = self._hasher()
+        hasher.update(view)
+        block.checksum = hasher.intdigest()
 
     def read(self, block: Block, into: Tensor) -> None:
         """See `Storage.read`.
@@ -184,16 +189,17 @@ class ScratchFile:
             TierError: the disk failed, the file is shorter than it was, or its bytes are others than those written.
         """
         view = memoryview(into.numpy())  # type: ignore[arg-type]
-        done = 0
+        done, hasher = 0, self._hasher()
         while done < len(view):
             try:
-                count = os.preadv(self._descriptor, [view[done:]], block.offset + done)
+                count = os.preadv(self._descriptor, [view[done : done + _PIECE]], block.offset + done)
             except OSError as error:
                 raise TierError(f"reading from the {self.name} failed: {error.strerror}. {_MEND}") from error
             if count == 0:
                 raise TierError(f"the {self.name} ends {in_units(len(view) - done)} too early. {_MEND}")
+            hasher.update(view[done : done + count])  # while it is in the processor's cache
             done += count
-        if self._digest(view) != block.checksum:
+        if hasher.intdigest() != block.checksum:
             raise TierError(f"the {self.name} gave back other bytes than were written. {_MEND}")
 
 
