@@ -205,6 +205,7 @@ class StreamedForward:
         gather = self.ranks.gather
         part = (0, 1) if gather is None else (gather.rank, gather.size)
         cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
+        cache.most_joined = self.config.chunk_tokens(self.decoder.device)
         with self.decoder.lock, self.decoder.present(None):
             cache.reaches = support.reaches(self.decoder)
         return cache

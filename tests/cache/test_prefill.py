@@ -349,6 +349,8 @@ def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, 
         trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
     assert cache.logits is not None
     torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
+    fork = cache.fork()
+    assert (fork.room, fork.most_joined) == (cache.room, cache.most_joined) != (0, 0)
     pieces = [stretch.stop - stretch.start for stretch in (link.stretch for link in cache.links[1:])]
     assert sum(pieces) >= 400 - 130 - 8
     assert max(pieces) == 64

@@ -25,6 +25,7 @@ from trunkline.tiers.stores import Stores, Tiers
 
 OPEN_TOKENS = 256  # that come in place, one by one as they are decoded, before they move on to their tier
 _SPARE = 32  # tokens before a window that stay: candidates that are refused in decoding can be forgotten again
+_COPIED = ("length", "documents", "logits", "next_positions", "widths", "reaches", "room", "most_joined", "_batch")
 
 
 class StreamedCache(Interface):
@@ -42,6 +43,7 @@ class StreamedCache(Interface):
         part: (rank, size) of the ranks that hold parts of keys and values, token by token.
         capacity: tokens of the open end.
         room: bytes of the device that its keys and values leave free, to go on with.
+        most_joined: decoded tokens that become one chunk where the device has a budget.
         tiers: of the model.
     """
 
@@ -60,7 +62,7 @@ class StreamedCache(Interface):
         self.reaches: Sequence[Reach] = ()
         self.capacity = padded_length(OPEN_TOKENS, 2 * part[1])
         self.part = part
-        self.room = 0
+        self.room = self.most_joined = 0
         self.tiers = tiers
 
     def __repr__(self) -> str:
@@ -93,7 +95,7 @@ class StreamedCache(Interface):
     def fork(self) -> StreamedCache:
         """Another cache of the same tokens, which goes on by itself; what is there already is shared."""
         new = StreamedCache(self.tiers, self._num_layers, self.part)
-        for name in ("length", "documents", "logits", "next_positions", "widths", "reaches", "_batch"):
+        for name in _COPIED:
             setattr(new, name, getattr(self, name))
         new.links, new._ids, new._positions = list(self.links), list(self._ids), list(self._positions)
         for link in new.links:
@@ -239,14 +241,12 @@ class StreamedCache(Interface):
     def _to_join(self, end: OpenEnd) -> list[Stretch]:
         """Stretches of decoded tokens that become one with the open end: so that there are never many.
 
-        Each is joined when as many tokens follow it, and so log(n) times in all; where the device has a budget none
-        gets longer than the longest chunk that is there, for which it has room.
+        Each is joined when as many tokens follow it, and so log(n) times in all.
         """
         found: list[Stretch] = []
         if self.part[1] > 1 or any(reach.window is not None for reach in self.reaches):
             return found
-        chunks = [len(chunk) for link in self.links for chunk in link.stretch.chunks]
-        tokens, most = end.filled, max(chunks, default=0) if self.tiers.limited else math.inf
+        tokens, most = end.filled, self.most_joined if self.tiers.limited else math.inf
         for link in reversed(self.links):
             stretch = link.stretch
             is_own = len(stretch.owners) == 1 and link.rows is None and link.stop == stretch.stop
