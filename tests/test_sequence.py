@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from adversary import AdversaryBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.lanes import Lanes
-from trunkline.sequence import ChunkedSequence, dense
+from trunkline.lanes import Lanes, Move
+from trunkline.sequence import ChunkedSequence, dense, in_step, look_ahead
 from trunkline.tiers.machines import CpuBackend
 from trunkline.tiers.placement import Request
+from trunkline.tiers.storage import Block
 from trunkline.tiers.stores import Backend, Stores, Tiers, resident
 
 CHUNK = 64 * 4  # bytes
@@ -95,6 +97,39 @@ def test_so_many_are_on_the_device_at_a_time(prefetch: int, tmp_path: Path) -> N
     traffic = stores.lanes.traffic
     assert traffic["stash"].moved == traffic["fetch"].moved == 12 * CHUNK
     assert all(lane.busy > 0 for lane in traffic.values())
+
+
+def test_chunks_are_fetched_in_turn_and_while_those_on_the_device_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wanted first is sent for first; what is on the device takes no buffer, and is no reason to wait."""
+    count, on_device, prefetch = 20, 4, 3
+    request = Request(("k", "v"), ((CHUNK,) * count,) * 2, "x", prefetch + 1 + prefetch - 1, 0, True)
+    budgets = {"device": 2 * on_device * CHUNK + request.transit("forward"), "host": None, "disk": 2**20}
+    tiers = Tiers(budgets, CpuBackend(tmp_path), prefetch)
+    stores = Stores(tiers, tiers.place([request]))
+    sequences = [ChunkedSequence(count, stores, name) for name in ("k", "v")]
+    for i in range(count):
+        for sequence in sequences:
+            sequence.stash(i, chunk(i))
+    sent: list[tuple[int, int]] = []  # of which sequence, which chunk
+    fetch = stores.lanes.fetch
+
+    def recorded(block: Block, *rest: Any) -> Move:
+        sent.append(next((at, s._blocks.index(block)) for at, s in enumerate(sequences) if block in s._blocks))
+        return fetch(block, *rest)
+
+    monkeypatch.setattr(stores.lanes, "fetch", recorded)
+    readers = [sequence.read(range(count)) for sequence in sequences]
+    look_ahead(readers)
+    assert sent == [(0, 4), (1, 4), (0, 5), (1, 5)]  # one is in use, and two are under way
+    for i in range(count):
+        assert [float(x[0, 0, 0]) for x in in_step(readers)] == [i, i]
+        ahead = range(4, min(max(i + prefetch, 4 + prefetch - 1), count))
+        assert sent == [(at, number) for number in ahead for at in (0, 1)]
+    for reader in readers:
+        reader.done()
+    assert tiers.accounts["device"].peak <= budgets["device"]
 
 
 def test_form_survives_the_disk(tmp_path: Path) -> None:

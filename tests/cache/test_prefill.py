@@ -338,6 +338,16 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
         trunkline.unstream(model)
 
 
+def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
+    """As decoding reads them: token by token, as layers give them, it takes half as long again."""
+    model, ids = build("llama").eval(), tokens(2, 90)
+    trunkline.stream(model, chunk_size=16, **settings_of(tmp_path, "disk"))
+    (link,) = trunkline.prefill(model, ids).links
+    for pairs in link.stretch.pairs:
+        for sequence in pairs.later:
+            assert all(x.is_contiguous() for x in sequence.read(range(len(link.stretch.chunks))))
+
+
 @pytest.mark.parametrize("device", [150_000, 260_000])
 def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, tmp_path: Path) -> None:
     """They are joined up to the length of a chunk, within the budget."""
