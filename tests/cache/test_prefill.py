@@ -338,6 +338,27 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
         trunkline.unstream(model)
 
 
+@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_an_error_after_decoded_tokens_have_moved_on_leaves_a_cache_as_it_was(
+    window: int | None, place: str, tmp_path: Path
+) -> None:
+    """The forward that fails had other tokens: those that it had put where earlier ones were do not come up."""
+    model, ids, other = build("mistral", sliding_window=window).eval(), tokens(1, 80), tokens(1, 80, seed=2)
+    expected = own_logits(model, ids)
+    trunkline.stream(model, chunk_size=16, **settings_of(tmp_path, place))
+    cache = trunkline.prefill(model, ids[:, :30])
+    layer = model.model.layers[2]
+    for stop in range(31, 60):  # open ends have 8 tokens: each fails once when it is full, and in between
+        for count in (1, 5, 20):
+            layer.forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("on the way"))
+            with pytest.raises(RuntimeError, match="on the way"):
+                trunkline.prefill(model, other[:, :count], cache=cache)
+            del layer.forward
+        step_through(cache, model, ids, expected, [stop], 1e-9)
+    assert all(cache in link.stretch.owners for link in cache.links)
+
+
 def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
     """As decoding reads them: token by token, as layers give them, it takes half as long again."""
     model, ids = build("llama").eval(), tokens(2, 90)

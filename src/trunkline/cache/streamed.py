@@ -141,17 +141,21 @@ class StreamedCache(Interface):
         """What `restore` takes: everything but what is written in place, behind the last token."""
         end = self.open_end
         lists = {name: list(getattr(self, name)) for name in ("links", "_ids", "_positions")}
-        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled)}
+        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled, end.times_emptied)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be again what it was."""
-        state, end = dict(state), state["end"]
-        del state["end"]
+        state, links, length = dict(state), self.links, state["length"]
+        end = state.pop("end")
         if self.open_end is not None and self.open_end is not state["open_end"]:
             self.open_end.close()
         self.__dict__.update(state)
-        if self.open_end is not None:
-            self.open_end.start, self.open_end.filled = end
+        if self.open_end is None:
+            return
+        self.open_end.start, self.open_end.filled, times_emptied = end
+        if self.open_end.times_emptied > times_emptied:  # its tokens have moved on, and its buffers have others
+            self.open_end.emptied(length)
+            self.links = [link for link in links if link.stop <= length]
 
     def rewind(self) -> None:
         """Forget the last token such that it can be read again: what begins with it still does."""
