@@ -18,6 +18,8 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device={name!r}: give auto, cpu, cuda or cuda:N.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r}: give auto, cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(
             f"device={name!r} is not there: PyTorch {torch.__version__} sees {count} CUDA devices. Set device to auto "

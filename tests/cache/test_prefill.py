@@ -9,15 +9,10 @@ import pytest
 import torch
 from families import build
 from oracle import positions
+from stepping import own_logits, settings_of, step_through, tokens
 from support_matrix import ROWS, Row
-from torch import Tensor
 
 import trunkline
-from trunkline.cache import streamed
-from trunkline.cache.streamed import StreamedCache
-from trunkline.chunking import Chunk
-from trunkline.tiers.storage import TierError
-from trunkline.tiers.stores import Stores, Tiers
 
 SEQ = 150
 
@@ -26,30 +21,6 @@ SEQ = 150
 def _short_open_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded tokens move on to their tier every few, so that all of it comes up."""
     monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def own_logits(model: Any, ids: Tensor, **given: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=ids, use_cache=False, **given).logits
-    return logits
-
-
-def settings_of(tmp_path: Path, place: str) -> dict[str, Any]:
-    """With which keys and values rest on the device, in part there, or on disk."""
-    budgets = {"device": None, "some": 600_000, "disk": 420_000}
-    return {} if budgets[place] is None else {"device_budget": budgets[place], "disk": tmp_path}
-
-
-def step_through(cache: StreamedCache, model: Any, ids: Tensor, expected: Tensor, stops: list[int], tol: float) -> None:
-    """Read the rest of some tokens, one at a time and several, and compare the logits of the last each time."""
-    for stop in stops:
-        trunkline.prefill(model, ids[:, cache.length : stop], cache=cache)
-        assert cache.logits is not None
-        torch.testing.assert_close(cache.logits[:, -1], expected[:, stop - 1], rtol=tol, atol=tol)
 
 
 @pytest.mark.parametrize("place", ["device", "some", "disk"])
@@ -338,27 +309,6 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
         trunkline.unstream(model)
 
 
-@pytest.mark.parametrize("place", ["device", "disk"])
-@pytest.mark.parametrize("window", [None, 20])
-def test_an_error_after_decoded_tokens_have_moved_on_leaves_a_cache_as_it_was(
-    window: int | None, place: str, tmp_path: Path
-) -> None:
-    """The forward that fails had other tokens: those that it had put where earlier ones were do not come up."""
-    model, ids, other = build("mistral", sliding_window=window).eval(), tokens(1, 80), tokens(1, 80, seed=2)
-    expected = own_logits(model, ids)
-    trunkline.stream(model, chunk_size=16, **settings_of(tmp_path, place))
-    cache = trunkline.prefill(model, ids[:, :30])
-    layer = model.model.layers[2]
-    for stop in range(31, 60):  # open ends have 8 tokens: each fails once when it is full, and in between
-        for count in (1, 5, 20):
-            layer.forward = lambda *_, **__: (_ for _ in ()).throw(RuntimeError("on the way"))
-            with pytest.raises(RuntimeError, match="on the way"):
-                trunkline.prefill(model, other[:, :count], cache=cache)
-            del layer.forward
-        step_through(cache, model, ids, expected, [stop], 1e-9)
-    assert all(cache in link.stretch.owners for link in cache.links)
-
-
 def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
     """As decoding reads them: token by token, as layers give them, it takes half as long again."""
     model, ids = build("llama").eval(), tokens(2, 90)
@@ -367,63 +317,3 @@ def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
     for pairs in link.stretch.pairs:
         for sequence in pairs.later:
             assert all(x.is_contiguous() for x in sequence.read(range(len(link.stretch.chunks))))
-
-
-@pytest.mark.parametrize("device", [150_000, 260_000])
-def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, tmp_path: Path) -> None:
-    """They are joined up to the length of a chunk, within the budget."""
-    model, ids = build("llama").eval(), tokens(1, 400)
-    expected = own_logits(model, ids)
-    trunkline.stream(model, chunk_size=64, device_budget=device, disk=tmp_path)
-    cache = trunkline.prefill(model, ids[:, :130])
-    for stop in range(131, 401):
-        trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
-    assert cache.logits is not None
-    torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
-    fork = cache.fork()
-    assert (fork.room, fork.most_joined) == (cache.room, cache.most_joined) != (0, 0)
-    pieces = [stretch.stop - stretch.start for stretch in (link.stretch for link in cache.links[1:])]
-    assert sum(pieces) >= 400 - 130 - 8
-    assert max(pieces) == 64
-    assert len(pieces) <= 4 + 3
-    meters = trunkline.read_meters(model)
-    assert meters.peaks["device"] <= device
-    assert meters.peaks["disk"] > 0
-
-
-@pytest.mark.parametrize("error", [ValueError, TierError])
-def test_decoded_tokens_stay_apart_where_there_is_no_room_to_join_them(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    stores_of = streamed.stores_of
-
-    def without_room(tiers: Tiers, batch: int, chunks: list[Chunk], *rest: Any) -> Stores:
-        if len(chunks[0]) > streamed.OPEN_TOKENS:
-            raise error("no room")
-        return stores_of(tiers, batch, chunks, *rest)
-
-    monkeypatch.setattr(streamed, "stores_of", without_room)
-    model, ids = build("llama").eval(), tokens(1, 100)
-    expected = own_logits(model, ids)
-    trunkline.stream(model, chunk_size=32, device_budget=150_000, disk=tmp_path)
-    cache = trunkline.prefill(model, ids[:, :64])
-    step_through(cache, model, ids, expected, list(range(65, 101)), 1e-9)
-    assert len(cache.links) == 1 + 36 // 8
-
-
-def test_decoded_tokens_are_never_in_many_pieces() -> None:
-    """However many: those that were decoded are joined as they grow."""
-    model, ids = build("llama").eval(), tokens(1, 250)
-    expected = own_logits(model, ids)
-    trunkline.stream(model, chunk_size=16)
-    cache = trunkline.prefill(model, ids[:, :20])
-    for stop in range(21, 251):
-        trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
-    assert cache.logits is not None
-    torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
-    assert len(cache.links) <= 1 + 5  # the prompt's, and at most one of each size: 8, 16, 32, 64, 128
-    fork = cache.fork()  # what is shared is not joined
-    for stop in range(30):
-        trunkline.prefill(model, ids[:, stop : stop + 1], cache=fork)
-    twice = torch.cat([ids, ids], 1)
-    step_through(cache, model, twice, own_logits(build("llama").eval(), twice), [260], 1e-9)

@@ -57,6 +57,29 @@ def test_two_ranks(
     assert max(errors) < 1e-9
 
 
+def go_on(folder: str) -> float:
+    """The largest difference of logits while tokens are decoded behind a prompt that has padding."""
+    from trunkline.cache import streamed
+
+    streamed.OPEN_TOKENS = 8  # they move on, and are joined, but not with the padding
+    ids = tokens(1, 60)
+    model, expected = expected_of(
+        "mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, sliding_window=None
+    )
+    mesh = trunkline.init_mesh(sp=2)
+    trunkline.stream(model, mesh=mesh, chunk_size=64, device_budget=4_000_000, disk=folder)
+    cache, worst = trunkline.prefill(model, ids[:, :13]), 0.0
+    for place in range(13, 60):
+        trunkline.prefill(model, ids[:, place : place + 1], cache=cache)
+        worst = max(worst, float((cache.logits[:, 0] - expected[:, place]).abs().max()))
+    assert len(cache.links) < 5
+    return worst
+
+
+def test_decoded_tokens_behind_a_padded_prompt(tmp_path: Path) -> None:
+    assert max(run(2, go_on, str(tmp_path))) < 1e-9
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("degrees", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
 def test_four_ranks(degrees: dict[str, int], tmp_path: Path) -> None:

@@ -107,7 +107,11 @@ class Feed:
 
     def __enter__(self) -> Feed:
         """The first are sent for: what is on the device is met before them."""
-        look_ahead(self._readers)
+        try:
+            look_ahead(self._readers)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

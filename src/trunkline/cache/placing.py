@@ -10,7 +10,7 @@ from trunkline import engine
 from trunkline.attention.pairs import Pairs
 from trunkline.attention.visibility import Range, Visibility
 from trunkline.cache.streamed import StreamedCache
-from trunkline.cache.stretch import Stretch, in_transit, reading_bytes, spare_request
+from trunkline.cache.stretch import Stretch, in_transit, moving_bytes, reading_bytes, spare_request
 from trunkline.cache.writers import StretchWriter
 from trunkline.chunking import Chunk
 from trunkline.keeping import Widths, advice_on
@@ -69,9 +69,13 @@ def room_to_go_on(cache: StreamedCache, batch: int, hidden: int, tokens: int) ->
         hidden: bytes of a token's hidden state, of a row.
         tokens: of the chunk that this rank has; 0 leaves room for decoded tokens alone, where they are.
     """
-    widest = sum(max(widths[which] for widths in cache.widths) for which in (0, 1))
-    moving = max(tokens * (hidden + widest), cache.capacity * widest) if tokens else 0
-    return cache.open_bytes(batch) + in_transit(cache.tiers.prefetch) * batch * moving
+    if not tokens:
+        return cache.open_bytes(batch)
+    prompt = (
+        moving_bytes(cache.tiers, batch, tokens, cache.widths)
+        + in_transit(cache.tiers.prefetch) * batch * tokens * hidden
+    )
+    return cache.open_bytes(batch) + max(prompt, moving_bytes(cache.tiers, batch, cache.capacity, cache.widths))
 
 
 def _places(run: Run, offset: int) -> list[Range]:

@@ -14,7 +14,7 @@ from trunkline.attention.pairs import Pair, Pairs
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import Link
 from trunkline.cache.interface import Interface
-from trunkline.cache.stretch import ADVICE, Stretch, reading_bytes, stores_of
+from trunkline.cache.stretch import ADVICE, Stretch, moving_bytes, reading_bytes, stores_of
 from trunkline.cache.writers import OpenEnd
 from trunkline.chunking import Chunk, zigzag
 from trunkline.documents import Starts
@@ -141,7 +141,7 @@ class StreamedCache(Interface):
         """What `restore` takes: everything but what is written in place, behind the last token."""
         end = self.open_end
         lists = {name: list(getattr(self, name)) for name in ("links", "_ids", "_positions")}
-        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled, end.times_emptied)}
+        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled, end.times_frozen)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Be again what it was."""
@@ -150,12 +150,13 @@ class StreamedCache(Interface):
         if self.open_end is not None and self.open_end is not state["open_end"]:
             self.open_end.close()
         self.__dict__.update(state)
-        if self.open_end is None:
-            return
-        self.open_end.start, self.open_end.filled, times_emptied = end
-        if self.open_end.times_emptied > times_emptied:  # its tokens have moved on, and its buffers have others
-            self.open_end.emptied(length)
-            self.links = [link for link in links if link.stop <= length]
+        if self.open_end is not None:
+            self.open_end.start, self.open_end.filled, times_frozen = end
+            if self.open_end.times_frozen > times_frozen:  # its tokens have moved on, and its buffers have others
+                self.open_end.emptied(length)
+                self.links = [link for link in links if link.stop <= length]
+        for link in self.links:
+            link.stretch.owners.add(self)
 
     def rewind(self) -> None:
         """Forget the last token such that it can be read again: what begins with it still does."""
@@ -213,24 +214,29 @@ class StreamedCache(Interface):
             stretch, joined = self._frozen(end, []), []  # there is no room for both while one becomes the other
         for each in joined:
             self.links.pop()
-            each.owners.discard(self)
+            each.close()
         self.append(stretch)
         if self.tiers.limited:
             stretch.stores.only_kept(reading_bytes(stretch, self.widths))
         end.emptied(end.stop)
+        end.times_frozen += 1
 
     def _frozen(self, end: OpenEnd, joined: list[Stretch]) -> Stretch:
         """An open end as a stretch, with those before it that become one with it."""
         layers, start = range(self._num_layers), joined[0].start if joined else end.start
         chunk = Chunk(0, 0, self.own_part(0)[0].shape[2] + end.start - start)
-        stores = stores_of(self.tiers, self._batch, [chunk], self.widths, [0] * self._num_layers, (self.room, 0))
+        rooms = self.room, moving_bytes(self.tiers, self._batch, self.capacity, self.widths), 0
+        stores = stores_of(self.tiers, self._batch, [chunk], self.widths, [0] * len(layers), rooms)
         pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
-        for layer in layers:
-            with contextlib.ExitStack() as stack:
-                parts = [*(stack.enter_context(each.one(layer)) for each in joined), self.own_part(layer)]
-                k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
-            pairs[layer].put(chunk, (k, v))
-        stores.settle_all()
+        with stores.closed_on_error():
+            for layer in layers:
+                with contextlib.ExitStack() as stack:
+                    parts = [*(stack.enter_context(each.one(layer)) for each in joined), self.own_part(layer)]
+                    k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
+                    del parts
+                assert k.shape[2] == len(chunk)
+                pairs[layer].put(chunk, (k, v))
+            stores.settle_all()
         return Stretch(start, end.stop, self._batch, [chunk], [(start, end.stop)], pairs, [0] * len(layers), stores)
 
     def own_part(self, layer: int) -> Pair:
@@ -253,17 +259,12 @@ class StreamedCache(Interface):
         tokens, most = end.filled, self.most_joined if self.tiers.limited else math.inf
         for link in reversed(self.links):
             stretch = link.stretch
-            is_own = len(stretch.owners) == 1 and link.rows is None and link.stop == stretch.stop
-            if (
-                not is_own
-                or not stretch.is_frozen
-                or stretch.batch != end.batch
-                or stretch.stop - stretch.start > tokens
-                or stretch.stop - stretch.start + tokens > most
-            ):
+            count, is_own = stretch.stop - stretch.start, len(stretch.owners) == 1 and link.rows is None
+            is_whole = is_own and stretch.is_frozen and link.stop == stretch.stop and stretch.batch == end.batch
+            if not is_whole or count > tokens or count + tokens > most:
                 break
             found.insert(0, stretch)
-            tokens += stretch.stop - stretch.start
+            tokens += count
         return found
 
     def append(self, stretch: Stretch, rows: tuple[int, ...] | None = None) -> None:

@@ -62,8 +62,9 @@ class Stretch:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is one chunk of tokens that were decoded."""
-        return len(self.chunks) == 1 and not any(self.num_resident)
+        """Whether it is one chunk, in no buffer, of exactly its tokens: that others may be joined to."""
+        whole = self.chunks[0].start, self.chunks[-1].stop
+        return len(self.chunks) == 1 and not any(self.num_resident) and whole == (0, self.stop - self.start)
 
     @contextlib.contextmanager
     def one(self, layer: int) -> Iterator[Pair]:
@@ -74,7 +75,14 @@ class Stretch:
             yield k, v
         finally:
             for reader in readers:
-                reader.done()
+                reader.abandon()
+
+    def close(self) -> None:
+        """Hold nothing any longer: the one cache that had it has it elsewhere."""
+        self.owners.clear()
+        for pairs in self.pairs:
+            pairs.clear()
+        self.stores.close()
 
     @property
     def is_passed(self) -> bool:
@@ -179,6 +187,12 @@ def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
     """
     longest = max(len(chunk) for chunk in stretch.chunks)
     return (stretch.stores.prefetch + 1) * longest * stretch.batch * max(map(sum, widths))
+
+
+def moving_bytes(tiers: Tiers, batch: int, tokens: int, widths: Sequence[Sequence[int]]) -> int:
+    """Bytes of the device that so many tokens take on their way to their tier."""
+    widest = sum(max((each[which] for each in widths), default=0) for which in (0, 1))
+    return in_transit(tiers.prefetch) * batch * tokens * widest
 
 
 def spare_request(nbytes: int) -> Request:

@@ -115,7 +115,7 @@ class OpenEnd:
 
     def __init__(self, start: int, batch: int, num_layers: int, capacity: int, stores: Stores) -> None:
         self.start, self.batch, self.capacity = start, batch, capacity
-        self.filled = self.times_emptied = 0
+        self.filled = self.times_frozen = 0
         self._num_layers = num_layers
         self._stores = stores
         self._buffers: list[Pair | None] = [None] * num_layers
@@ -186,7 +186,6 @@ class OpenEnd:
     def emptied(self, start: int) -> None:
         """It begins anew, elsewhere."""
         self.start, self.filled = start, 0
-        self.times_emptied += 1
 
     def shortened(self, stop: int) -> None:
         """Tokens from a place on count no longer."""

@@ -130,8 +130,8 @@ def run_evaluate(asked: Asked) -> None:
 
 
 def _check(asked: Asked) -> None:
-    StreamConfig(**asked.stream)
     """What is wrong before a model is loaded."""
+    StreamConfig(**asked.stream)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             "trunkline evaluate is one process: start it without torchrun. docs/evaluate.md says how a program of "
