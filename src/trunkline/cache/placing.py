@@ -71,10 +71,8 @@ def room_to_go_on(cache: StreamedCache, batch: int, hidden: int, tokens: int) ->
     """
     if not tokens:
         return cache.open_bytes(batch)
-    prompt = (
-        moving_bytes(cache.tiers, batch, tokens, cache.widths)
-        + in_transit(cache.tiers.prefetch) * batch * tokens * hidden
-    )
+    states = in_transit(cache.tiers.prefetch) * batch * tokens * hidden
+    prompt = states + moving_bytes(cache.tiers, batch, tokens, cache.widths)
     return cache.open_bytes(batch) + max(prompt, moving_bytes(cache.tiers, batch, cache.capacity, cache.widths))
 
 
