@@ -128,7 +128,7 @@ def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, 
     hidden = setup.hidden_size * chunk_size * DTYPES[dtype].itemsize
     live = kv_bytes(setup, length, dtype) // setup.layers
     budget = live + 8 * (chunk + hidden) + kv_bytes(setup, 1_024, dtype)
-    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk, prefetch=4)
+    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk)
     cache = trunkline.prefill(model, ids)
     trunkline.read_meters(model)
     torch.set_num_threads(max(setup.threads - 1, 1))

@@ -61,7 +61,7 @@ class StreamConfig:
         disk: folder for a scratch file, for what the host has no room for; None is none.
         disk_budget: most bytes in that file; None is what is free on its disk.
         prefetch: tensors of one store on the device at a time, the one in use and those on their way: 1 turns double
-            buffering off.
+            buffering off. Where it is more than 1, decoded tokens have up to 8 if the device_budget has room for them.
         compile: compile the layers with torch.compile, all but their attention, which is a kernel's anyway. Layers
             that are alike are compiled once, and chunks of other lengths once more.
         progress: called with a `Progress` before each chunk's work is issued; None calls nobody.

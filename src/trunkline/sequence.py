@@ -133,12 +133,16 @@ class Reader:
     Args:
         order: sequences, and which chunk of each.
         take: they are held there no longer once they are handed out.
+        prefetch: what takes the place of that of their stores; None for theirs.
     """
 
-    def __init__(self, order: Iterable[tuple[ChunkedSequence, int]], *, take: bool = False) -> None:
+    def __init__(
+        self, order: Iterable[tuple[ChunkedSequence, int]], *, take: bool = False, prefetch: int | None = None
+    ) -> None:
         self._order = iter(order)
         self._upcoming = next(self._order, None)
         self._take = take
+        self._prefetch = prefetch
         self._coming: deque[tuple[ChunkedSequence, int, Move | None]] = deque()
         # The chunks handed out, the last two at most: their stores, and their bytes on the device.
         self._out: deque[tuple[Stores, int]] = deque()
@@ -187,7 +191,7 @@ class Reader:
         if self._upcoming is None or len(self._coming) >= _FAR:
             return False
         under_way = sum(move is not None for _, _, move in self._coming)
-        return under_way < self._upcoming[0]._stores.prefetch - 1 and self._issue()
+        return under_way < (self._prefetch or self._upcoming[0]._stores.prefetch) - 1 and self._issue()
 
     def done(self) -> None:
         """No chunk handed out is in use any longer."""

@@ -317,3 +317,27 @@ def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
     for pairs in link.stretch.pairs:
         for sequence in pairs.later:
             assert all(x.is_contiguous() for x in sequence.read(range(len(link.stretch.chunks))))
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "budget", "most"), [(1, 100_000, 2), (2, 40_000, 8), (2, 100_000, 9), (10, 200_000, 11)]
+)
+def test_decoding_has_more_chunks_under_way_where_the_device_has_room(
+    prefetch: int, budget: int, most: int, tmp_path: Path
+) -> None:
+    """Eight of keys and values, or `prefetch` if that is more, beside those handed out before; with 1 none are."""
+    model, ids = build("llama").eval(), tokens(1, 300)
+    expected = own_logits(model, ids)
+    trunkline.stream(model, chunk_size=16, device_budget=budget, disk=tmp_path, prefetch=prefetch)
+    cache = trunkline.prefill(model, ids[:, :256])
+    step_through(cache, model, ids, expected, [257], 1e-9)
+    pair, open_end = 16 * sum(cache.widths[0]), cache.open_bytes(1)
+    for left in (most, min(most, (budget - 2 * open_end) // pair)):  # a fork's open end takes its own
+        trunkline.read_meters(model)
+        step_through(cache, model, ids, expected, [cache.length + 1], 1e-9)
+        meters = trunkline.read_meters(model)
+        assert meters.lanes["fetch"].moved == cache.links[0].stretch.nbytes == 48 * pair
+        assert meters.peaks["device"] == cache.tiers.accounts["device"].held + left * pair
+        assert meters.peaks["device"] <= budget
+        fork = cache.fork()
+    assert fork.length == 259

@@ -89,13 +89,14 @@ class Feed:
 
     Args:
         order: which chunk, and the sequences of keys and of values that it is in.
+        prefetch: see `Reader`.
     """
 
-    def __init__(self, order: Iterator[Later]) -> None:
+    def __init__(self, order: Iterator[Later], prefetch: int | None = None) -> None:
         keys, values = itertools.tee(order)
         self._readers = (
-            Reader((sequences[0], index) for index, sequences in keys),
-            Reader((sequences[1], index) for index, sequences in values),
+            Reader(((sequences[0], index) for index, sequences in keys), prefetch=prefetch),
+            Reader(((sequences[1], index) for index, sequences in values), prefetch=prefetch),
         )
 
     def __iter__(self) -> Feed:
@@ -135,6 +136,7 @@ class Extension:
         part: (rank, size) of those that hold parts of what was read before, where each has all of the new tokens: this
             one attends to its own part, and outputs are merged. Else these are gathered.
         by_chunk: a chunk goes through all layers before the next begins; else a layer has all chunks.
+        prefetch: of keys and of values, on the device at a time; None for as many as of any store.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Extension:
         ranks: Ranks,
         part: tuple[int, int],
         by_chunk: bool,
+        prefetch: int | None,
     ) -> None:
         self.links, self.writer, self.offset, self.chunks, self.sights = links, writer, offset, chunks, sights
         self.batch, self.kernel, self.ranks, self.part = batch, kernel, ranks, part
@@ -157,7 +160,7 @@ class Extension:
         self.size, self.rank = (1, 0) if gather is None else (gather.size, gather.rank)
         layers = range(len(sights))
         order = [(i, chunk) for chunk in chunks for i in layers] if by_chunk else itertools.product(layers, chunks)
-        self.feed = Feed(each for layer, chunk in order for each in self._later(layer, chunk))
+        self.feed = Feed((each for layer, chunk in order for each in self._later(layer, chunk)), prefetch)
 
     def core(self, layer: int) -> CachedCore:
         """The attention of a layer."""

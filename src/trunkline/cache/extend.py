@@ -31,6 +31,8 @@ from trunkline.run import Run
 from trunkline.sequence import ChunkedSequence
 from trunkline.tiers.stores import Stores, Tiers
 
+_DEEP = 8  # chunks of keys that few new tokens have on the device at a time: more bring nothing
+
 
 @dataclass(frozen=True, slots=True)
 class New:
@@ -109,6 +111,7 @@ def extend(
         extension = Extension(
             cache.links, writer, offset=cache.length, chunks=rows, sights=sights, batch=len(new.batch.input_ids_BS),
             kernel=config.kernel, ranks=ranks, part=cache.part if in_place else (0, 1), by_chunk=by_chunk,
+            prefetch=_depth(cache) if in_place else None,
         )  # fmt: skip
         with run.stores.closed_on_error(), extension.feed:
             sweep = _by_chunk if by_chunk else _by_layer
@@ -165,6 +168,21 @@ def _chunk_of_layer(
 ) -> None:
     run.report("forward", layer, chunk.index, len(run.chunks))
     outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, core.forward, None))
+
+
+def _depth(cache: StreamedCache) -> int:
+    """Chunks of keys, as of values, that few new tokens have on the device at a time: `prefetch`, or more if they fit.
+
+    The rest of a layer takes a token as long as several chunks take to arrive: with few, the lane would wait for it.
+    """
+    tiers, room = cache.tiers, cache.tiers.room("device")
+    if room is None or tiers.prefetch == 1:
+        return tiers.prefetch
+
+    def fits(prefetch: int) -> bool:
+        return all(reading_bytes(link.stretch, cache.widths, prefetch) <= room for link in cache.links)
+
+    return next((depth for depth in range(_DEEP, tiers.prefetch, -1) if fits(depth)), tiers.prefetch)
 
 
 def _is_wanted(run: Run, chunk: Chunk, keep: int) -> bool:

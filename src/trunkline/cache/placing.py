@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,29 +102,29 @@ class _Asked:
 
 
 def _placed(run: Run, cache: StreamedCache, asked: _Asked) -> Placement:
-    """A placement that leaves room for what follows, if there is one."""
+    """A placement that leaves room for what follows, if there is one; how much becomes the cache's."""
     tiers, advice = run.stores.tiers, advice_on(run.config, run.stores.tiers, len(run.chunks[0]) * run.ranks.size)
-    chunk_size = run.config.chunk_tokens(run.batch.input_ids_BS.device)
-    try:
-        return tiers.place(_requests(run, cache, asked, chunk_size), advice)
-    except ValueError:
-        return tiers.place(_requests(run, cache, asked, 0), advice)
+    batch, hidden = len(run.batch.input_ids_BS), engine.look_at_token(run, differentiate=False).nbytes
+    tokens = run.config.chunk_tokens(run.batch.input_ids_BS.device) // run.ranks.size
+    cache.room = room_to_go_on(cache, batch, hidden, tokens)
+    with contextlib.suppress(ValueError):
+        return tiers.place(_requests(run, cache, asked), advice)
+    cache.room = room_to_go_on(cache, batch, hidden, 0)
+    return tiers.place(_requests(run, cache, asked), advice)
 
 
-def _requests(run: Run, cache: StreamedCache, asked: _Asked, spare: int) -> list[Request]:
+def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
     """What the stores of a prefill ask of the tiers: buffers of the layer under way, hidden states, keys and values.
 
     Args:
         run: of the new tokens.
-        cache: that they go on from.
+        cache: that they go on from, with the room that they shall leave.
         asked: by its layers.
-        spare: tokens of a chunk for which there shall be room afterwards, to go on with.
     """
     prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
     both = in_transit(prefetch)
     widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
     hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
-    cache.room = room_to_go_on(cache, batch, hidden // batch, spare // run.ranks.size)
     found = [spare_request(cache.room)]
     # Chunks that were read before may be longer than any of these.
     own = (prefetch + 1) * max(len(chunk) for chunk in run.rows) * batch * max(sum(widths) for widths in cache.widths)

@@ -178,15 +178,16 @@ def stores_of(
     return Stores(tiers, tiers.place([spare_request(last), *requests], ADVICE))
 
 
-def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
+def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]], prefetch: int | None = None) -> int:
     """Bytes of the device that reading a stretch takes: what is fetched, and what is met.
 
     Args:
         stretch: which.
         widths: bytes of a token's keys and values, of each layer and row.
+        prefetch: chunks that are fetched at a time, the one in use among them; None for those of any store.
     """
     longest = max(len(chunk) for chunk in stretch.chunks)
-    return (stretch.stores.prefetch + 1) * longest * stretch.batch * max(map(sum, widths))
+    return ((prefetch or stretch.stores.prefetch) + 1) * longest * stretch.batch * max(map(sum, widths))
 
 
 def moving_bytes(tiers: Tiers, batch: int, tokens: int, widths: Sequence[Sequence[int]]) -> int:

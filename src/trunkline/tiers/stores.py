@@ -87,11 +87,8 @@ class Tiers:
         Raises:
             ValueError: they do not fit.
         """
-        self.clear_forgotten()
-        room: dict[TierName, int | None] = {}
-        for tier, account in self.accounts.items():
-            promised = sum(run.promised.get(tier, 0) for run in self._runs)
-            room[tier] = None if account.budget is None else account.budget - promised
+        room = {tier: self.room(tier) for tier in self.accounts}
+        for tier in room:
             if tier in self._storages:  # a run's range is one piece
                 room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest)
         reserved = max((run.live for run in self._runs), default=0)
@@ -104,6 +101,12 @@ class Tiers:
                 f"{error} ({len(self._runs)} earlier forwards still hold what their backward needs or their cache "
                 "keeps; losses that are kept and not used do so too: evaluate under torch.no_grad().)"
             ) from None
+
+    def room(self, tier: TierName) -> int | None:
+        """Bytes of a tier that no run keeps: what one that goes on may have, as no other does; None is no limit."""
+        self.clear_forgotten()
+        budget = self.accounts[tier].budget
+        return None if budget is None else budget - sum(run.promised.get(tier, 0) for run in self._runs)
 
     def reserve(self, placement: Placement, record: _Record) -> None:
         """Take what a placement needs, for as long as the record is not given back.
