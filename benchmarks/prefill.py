@@ -199,15 +199,14 @@ def main() -> None:
     given = parser.parse_args()
     setup = Setup(given.layers, 49_152, given.chunk_size, given.threads, 576, 9, 3, 64, 1_536)
     console, found = Console(), dict[str, Any]()
-    table = Table(title=f"{given.layers} layers of SmolLM2's shape, {given.dtype}, chunks of {given.chunk_size:,}, "
-                        f"{given.threads} threads", header_style="bold", title_justify="left")  # fmt: skip
+    title = f"layers of SmolLM2's shape, {given.dtype}, {given.length:,} tokens in chunks of {given.chunk_size:,}"
+    table = Table(title=f"{title}, {given.threads} threads", header_style="bold", title_justify="left")
     for name, right in (("what", False), ("measured", True), ("asked", True)):
         table.add_column(name, justify="right" if right else "left")
     if "speed" in given.only:
         found["speed"] = each = speed(setup, given.dtype, given.length, given.chunk_size, given.rounds, console)
-        table.add_row(
-            f"{given.length:,} tokens: time / its kernels and products", f"{each['ratios']['kernels']:.3f}", "1.05"
-        )
+        what = f"prefill, {given.layers} layers: time / its kernels and products"
+        table.add_row(what, f"{each['ratios']['kernels']:.3f}", "1.05")
         table.add_row("time / transformers' own prefill", f"{each['ratios']['transformers']:.3f}", "1")
         table.add_row("last logits, largest difference", f"{each['difference']:.1e}", "")
     if "memory" in given.only:
