@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,28 @@ def test_every_way(way: str, place: str, tmp_path: Path, monkeypatch: pytest.Mon
         build("llama"), tokens(rows, 37), settings, max_new_tokens=20, eos_token_id=None, **WAYS[way]
     )
     assert expected.tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_smaller_model_that_guesses_may_be_streamed_too(is_streamed: bool, tmp_path: Path) -> None:
+    model, ids = build("llama").eval(), tokens(1, 60)
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 99  # is never drawn
+    helper, noise = copy.deepcopy(model), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in helper.parameters():
+            p += 0.01 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
+    given = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **given)
+    trunkline.stream(model, chunk_size=16, device_budget=420_000, disk=tmp_path)
+    if is_streamed:
+        trunkline.stream(helper, chunk_size=16)
+    calls: list[int] = []
+    helper.register_forward_hook(lambda *_: calls.append(1))
+    assert model.generate(ids, assistant_model=helper, **given).tolist() == expected.tolist()
+    cache = trunkline.prefill(model, ids[:, :40])
+    found = trunkline.generate(model, ids[:, 40:], cache=cache, assistant_model=helper, **given)
+    assert found.tolist() == expected[:, 40:].tolist()
+    assert len(calls) > 10
 
 
 FAMILIES = ("Mistral", "Gemma 2", "Gemma 3", "gpt-oss", "DeepSeek-V3", "Qwen3-MoE", "GPT-2", "Llama 4", "Phi")
