@@ -15,6 +15,21 @@ PLAN = {
     "exposed": {"fetch": 0.5, "stash": 0.0},
     "moved": {"fetch": 1_500_000_000},
 }
+EVALUATIONS = [
+    {
+        "step": step,
+        "seconds": 4.0,
+        "loss": 3.0 / step,
+        "perplexity": 20.0,
+        "loss_tokens": 1000,
+        "scores": {
+            "forced": {"needle": {"4096": 0.25 * step, "8192": 0.125 * step}, "passkey": {"4096": 1.0}},
+            "generated": {"needle": {"4096": 0.5}},
+        },
+        "effective_length": {"forced": 4096, "generated": None},
+    }
+    for step in (2, 3)
+]
 
 
 @pytest.fixture
@@ -36,6 +51,7 @@ def folder(tmp_path):
     (path / "metrics.jsonl").write_text(
         "".join(make_step(i, 9.0 if i == 1 else 5.0).to_json() + "\n" for i in (1, 2, 3))
     )
+    (path / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in EVALUATIONS))
     (path / "recipe.yaml").write_text("context: 1000\n")
     return path
 
@@ -43,4 +59,4 @@ def folder(tmp_path):
 @pytest.fixture
 def make():
     """The makers of records, for tests that change them."""
-    return {"timeline": make_timeline, "step": make_step, "plan": PLAN, "gib": GIB}
+    return {"timeline": make_timeline, "step": make_step, "plan": PLAN, "evaluation": EVALUATIONS[0], "gib": GIB}

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from trunkline import checked
 from trunkline.report.comparison import compare, measured
+from trunkline.report.evaluations import Found, score_rows
 from trunkline.report.folder import read_run
 from trunkline.report.headline import headline
+from trunkline.train.evaluating import EvaluationRecord
 
 
 def test_everything_is_read(folder, timeline):
@@ -31,6 +34,47 @@ def test_a_broken_line_is_named(folder):
     path.write_text(path.read_text() + '{"step": 4, "loss": 1}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl: line 4: seconds is missing.*move it away"):
         read_run(folder)
+
+
+def test_evaluations_are_read(folder):
+    run = read_run(folder)
+    found = {curve.title: (curve.steps, curve.values) for curve in run.curves[3:]}
+    assert found == {
+        "Loss of held-out files, nats a token": ([2, 3], [1.5, 1.0]),
+        "Retrieved: needle, %": ([2, 3], [37.5, 56.25]),  # the mean over lengths
+        "Retrieved: passkey, %": ([2, 3], [100, 100]),
+        "Retrieved: needle, generated, %": ([2, 3], [50, 50]),
+    }
+    heads, table = score_rows(run.evaluations[-1])
+    assert heads == ["retrieved", "4,096 tokens", "8,192 tokens"]
+    assert table == [
+        ["needle", "75.0 %", "37.5 %"],
+        ["passkey", "100.0 %", ""],
+        ["effective length", "4,096 tokens", ""],
+        ["needle, generated", "50.0 %", ""],
+        ["effective length, generated", "below 4,096 tokens", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("scores", {"forced": {"needle": {"4K": 1.0}}}, r"line 3: scores.forced.needle has '4K'"),
+        ("scores", {"forced": {"needle": 1}}, r"line 3: scores.forced.needle is 1, and must be an object"),
+        ("loss", "low", r"line 3: loss is 'low'"),
+        ("effective_length", {"forced": -1}, r"line 3: effective_length.forced is -1"),
+    ],
+)
+def test_a_broken_evaluation_is_named(folder, make, name, value, message):
+    path = folder / "evaluations.jsonl"
+    path.write_text(path.read_text() + json.dumps(make["evaluation"] | {name: value}) + "\n")
+    with pytest.raises(ValueError, match=rf"evaluations.jsonl: {message}"):
+        read_run(folder)
+
+
+def test_evaluations_of_a_run_are_what_the_report_reads():
+    record = EvaluationRecord(2, 1.0, None, None, 0, {"forced": {"needle": {4096: 0.5}}}, {"forced": None})
+    assert Found.of(checked.parse(record.to_json())) == Found(2, None, record.scores, record.effective_length)
 
 
 def test_a_broken_timeline_is_named(folder):

@@ -13,6 +13,7 @@ from trunkline.report.page import make_page
 
 SECTIONS = [
     "Over the steps",
+    "Evaluation",
     "Memory through one step",
     "What holds the peak",
     "Lanes",
@@ -59,10 +60,11 @@ def test_all_parts(folder):
 @pytest.mark.parametrize(
     ("names", "left"),
     [
-        (["timeline.json", "before.json"], ["Over the steps", "Plan and measurement", "Settings"]),
-        (["metrics.jsonl"], SECTIONS[1:]),
+        (["timeline.json", "before.json"], ["Over the steps", "Evaluation", "Plan and measurement", "Settings"]),
+        (["metrics.jsonl", "evaluations.jsonl"], SECTIONS[2:]),
+        (["evaluations.jsonl"], [s for s in SECTIONS if s != "Evaluation"]),
         (["plan.json"], [s for s in SECTIONS if s != "Plan and measurement"]),
-        (["recipe.yaml", "plan.json", "before.json", "metrics.jsonl"], SECTIONS[1:4]),
+        (["recipe.yaml", "plan.json", "before.json", "metrics.jsonl", "evaluations.jsonl"], SECTIONS[2:5]),
     ],
 )
 def test_parts_without_data_are_left_out(folder, names, left):

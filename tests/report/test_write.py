@@ -25,7 +25,7 @@ def test_files(folder):
     write_report(folder)
     assert contents(folder / "report") == first, "written again, it is the same"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "before.json", "metrics.jsonl", "plan.json", "recipe.yaml", "report", "timeline.json",
+        "before.json", "evaluations.jsonl", "metrics.jsonl", "plan.json", "recipe.yaml", "report", "timeline.json",
     ]  # fmt: skip
 
 

@@ -22,12 +22,16 @@ class Curve:
         title: what it is, with its unit.
         steps: numbers of the steps.
         values: of them.
+        from_zero: the axis begins at zero.
+        up_to: it reaches so far at least.
     """
 
     key: str
     title: str
     steps: list[int]
     values: list[float]
+    from_zero: bool = True
+    up_to: float | None = None
 
 
 def curves_of(history: Sequence[Step], timeline: Timeline | None) -> list[Curve]:
@@ -43,7 +47,7 @@ def curves_of(history: Sequence[Step], timeline: Timeline | None) -> list[Curve]
     devices = timeline.devices if timeline else None
     speed = "tokens/s per device" if devices else "tokens/s, all devices"
     found = [
-        Curve("loss", "Loss, nats a token", steps, [step.loss for step in history]),
+        Curve("loss", "Loss, nats a token", steps, [step.loss for step in history], from_zero=False),
         Curve("speed", speed[0].upper() + speed[1:], steps, [s.tokens_per_second / (devices or 1) for s in history]),
     ]
     flops = [(step.step, step.model_flops / step.seconds) for step in history if step.model_flops is not None]
@@ -60,10 +64,10 @@ def draw_curve(curve: Curve, width: int = 360, height: int = 220) -> str:
     """Return the chart of one curve."""
     points = _thinned(list(zip(curve.steps, curve.values, strict=True)))
     low, high = min(value for _, value in points), max(value for _, value in points)
-    if curve.key != "loss":
-        low = 0.0
+    low = 0.0 if curve.from_zero else low
+    high = high if curve.up_to is None else max(high, curve.up_to)
     margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    low, high = (0.0 if curve.key != "loss" else low - margin), high + margin
+    low, high = (0.0 if curve.from_zero else low - margin), high + margin
     first, last = points[0][0], points[-1][0]
     if first == last:
         first, last = first - 1, last + 1

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from trunkline import checked
-from trunkline.report.history import Step, read_history
+from trunkline.report.curves import Curve, curves_of
+from trunkline.report.evaluations import Found, evaluation_curves
+from trunkline.report.history import Step, read_lines, read_step
 from trunkline.timeline import Timeline
 
-METRICS, RECIPE, TIMELINE, PLAN, BEFORE = "metrics.jsonl", "recipe.yaml", "timeline.json", "plan.json", "before.json"
+METRICS, EVALUATIONS, RECIPE = "metrics.jsonl", "evaluations.jsonl", "recipe.yaml"
+TIMELINE, PLAN, BEFORE = "timeline.json", "plan.json", "before.json"
 
 T = TypeVar("T")
 
@@ -78,6 +81,7 @@ class Run:
     Attributes:
         name: of the folder.
         history: the steps, empty if unknown.
+        evaluations: between them, empty if there were none.
         recipe: text of the recipe.
         timeline: one step over time.
         before: one step of the same model without chunks.
@@ -86,6 +90,7 @@ class Run:
 
     name: str
     history: list[Step]
+    evaluations: list[Found]
     recipe: str | None
     timeline: Timeline | None
     before: Timeline | None
@@ -96,12 +101,17 @@ class Run:
         """What the report is of."""
         return self.timeline.title if self.timeline else self.name
 
+    @property
+    def curves(self) -> list[Curve]:
+        """Charts over the steps."""
+        return [*curves_of(self.history, self.timeline), *evaluation_curves(self.evaluations)]
+
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Args:
-        folder: it holds some of metrics.jsonl, recipe.yaml, timeline.json, plan.json, before.json.
+        folder: it holds some of metrics.jsonl, evaluations.jsonl, recipe.yaml, timeline.json, plan.json, before.json.
 
     Raises:
         ValueError: there is no such folder, nothing of that is in it, or a file is not what its name says.
@@ -111,7 +121,8 @@ def read_run(folder: Path) -> Run:
         raise ValueError(f"'{folder}' {kind}: report takes the folder of a run, such as the output of trunkline train.")
     run = Run(
         name=folder.resolve().name,
-        history=_read(folder / METRICS, read_history) or [],
+        history=_read(folder / METRICS, lambda text: read_lines(text, read_step)) or [],
+        evaluations=_read(folder / EVALUATIONS, lambda text: read_lines(text, Found.of)) or [],
         recipe=_read(folder / RECIPE, str),
         timeline=_read(folder / TIMELINE, Timeline.from_json),
         before=_read(folder / BEFORE, Timeline.from_json),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from trunkline import checked
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,38 @@ class Step:
         return self.tokens / self.seconds
 
 
-def read_history(text: str) -> list[Step]:
-    """Read the lines of `metrics.jsonl`.
+def read_lines(text: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Read a file of which each line is a record, such as `metrics.jsonl`.
 
     Args:
         text: of the file. A last line without its end is one that a run is just writing, and is passed over.
+        read: makes something of a record.
 
     Returns:
-        The steps in order.
+        What was made of the lines, in order.
 
     Raises:
-        ValueError: a line is not a step's.
+        ValueError: a line is no such record.
     """
     lines = text.split("\n")
     whole, _unfinished = lines[:-1], lines[-1]
-    steps = []
+    found = []
     for number, line in enumerate(whole, start=1):
         if line.strip():
             try:
-                steps.append(_step(checked.parse(line)))
+                found.append(read(checked.parse(line)))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
-    return steps
+    return found
 
 
-def _step(record: dict[str, Any]) -> Step:
+def read_step(record: dict[str, Any]) -> Step:
+    """Read a line of `metrics.jsonl`.
+
+    Raises:
+        ValueError: it is not a step's.
+    """
+
     def get(name: str) -> Any:
         return checked.member(record, name)
 

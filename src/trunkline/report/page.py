@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from trunkline.report.curves import curves_of, draw_curve
+from trunkline.report.curves import draw_curve
 from trunkline.report.folder import Run
 from trunkline.report.headline import headline
 from trunkline.report.lanes import drawn_lanes
-from trunkline.report.sections import compared, holders, lanes, memory
+from trunkline.report.sections import compared, evaluated, holders, lanes, memory
 from trunkline.report.svg import element
 from trunkline.report.words import escape
 
@@ -29,6 +29,7 @@ def make_page(run: Run) -> str:
     sections = [
         _cards(run),
         _curves(run),
+        evaluated(run),
         memory(run) if run.timeline or run.before else "",
         holders(run.timeline) if run.timeline else "",
         lanes(run.timeline) if run.timeline and drawn_lanes(run.timeline) else "",
@@ -74,10 +75,7 @@ def _cards(run: Run) -> str:
 
 
 def _curves(run: Run) -> str:
-    charts = [
-        element("figure", element("figcaption", escape(curve.title)) + draw_curve(curve))
-        for curve in curves_of(run.history, run.timeline)
-    ]
+    charts = [element("figure", element("figcaption", escape(curve.title)) + draw_curve(curve)) for curve in run.curves]
     if not charts:
         return ""
     return element("section", element("h2", "Over the steps") + element("div", "".join(charts), class_="grid"))

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trunkline.report.curves import curves_of
 from trunkline.report.folder import Run
 from trunkline.report.lanes import drawn_lanes
 from trunkline.report.memory import highest, shares_of
@@ -29,6 +28,7 @@ _LANE_COLOURS = {"compute": "#0072b2", "fetch": "#d98a00", "stash": "#00855f", "
 _PHASE_COLOURS = {"forward": "#56b4e9", "head": "#b0568c", "backward": "#d98a00", "optimizer": "#1b1f24"}
 _DOTS_AN_INCH = 150
 _COLUMNS = 1600
+_ACROSS = 3  # charts over the steps side by side
 
 
 def can_draw() -> bool:
@@ -73,19 +73,24 @@ def _plain(axes: Axes) -> None:
 
 
 def _write_curves(run: Run, path: Path) -> None:
-    curves = curves_of(run.history, run.timeline)
+    curves = run.curves
     if not curves:
         return
-    figure = _figure(4.6 * len(curves), 3.2)
-    for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+    across = min(len(curves), _ACROSS)
+    down = -(-len(curves) // across)
+    figure = _figure(4.6 * across, 3.2 * down)
+    places = figure.subplots(down, across, squeeze=False).flatten()
+    for axes in places[len(curves) :]:
+        axes.remove()
+    for axes, curve in zip(places, curves, strict=False):
         axes.plot(
             curve.steps, curve.values, color=_COLOURS[0], marker="o" if len(curve.steps) <= 40 else "", markersize=3
         )
         axes.set_title(curve.title, fontsize=10)
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if curve.key != "loss":
-            axes.set_ylim(bottom=0)
+        if curve.from_zero:
+            axes.set_ylim(0, max(axes.get_ylim()[1], curve.up_to or 0))
         _plain(axes)
     _save(figure, path)
 

@@ -1,4 +1,4 @@
-"""The sections of the page about one step: memory, what holds it, lanes, and the plan beside what was measured."""
+"""Sections of the page: memory of one step, what holds it, lanes, the plan beside what was measured, evaluations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 from trunkline.report.comparison import compare, measured
+from trunkline.report.evaluations import score_rows
 from trunkline.report.folder import Run
 from trunkline.report.lanes import draw_lanes, lane_data, lane_totals
 from trunkline.report.memory import draw_memory, highest, shares_of
@@ -180,6 +181,16 @@ def compared(run: Run) -> str:
     hardware = f"Planned for {escape(run.plan.hardware)}. " if run.plan.hardware else ""
     heading = element("h2", "Plan and measurement") + element("p", hardware + source)
     return element("section", heading + _table(["", "predicted", "measured", "measured / predicted"], cells))
+
+
+def evaluated(run: Run) -> str:
+    """Return the table of what the last evaluation found, nothing where none asked for anything."""
+    if not run.evaluations or not run.evaluations[-1].scores:
+        return ""
+    last = run.evaluations[-1]
+    heads, rows = score_rows(last)
+    heading = element("h2", "Evaluation") + element("p", f"After step {last.step:,}, by tokens of a sample.")
+    return element("section", heading + _table(heads, rows))
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
