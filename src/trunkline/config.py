@@ -64,7 +64,8 @@ class StreamConfig:
             buffering off. Where it is more than 1, decoded tokens have up to 8 if the device_budget has room for them.
         compile: compile the layers with torch.compile, all but their attention, which is a kernel's anyway. Layers
             that are alike are compiled once, and chunks of other lengths once more.
-        progress: called with a `Progress` before each chunk's work is issued; None calls nobody.
+        progress: called with a `Progress` before each chunk's work is issued; it does not call the model. None calls
+            nobody.
     """
 
     chunk_size: int | Literal["auto"] = "auto"

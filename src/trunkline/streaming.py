@@ -63,7 +63,7 @@ def stream(
         host_budget: most bytes in host memory for what the device has no room for.
         disk: folder for a scratch file, for what the host has no room for.
         disk_budget: most bytes in that file; None is what is free on its disk.
-        prefetch: tensors of one store on the device at a time; 1 turns double buffering off.
+        prefetch: tensors of one store on the device at a time (up to 8 in decoding); 1 turns double buffering off.
         compile: compile the layers with torch.compile, all but their attention: those that are alike once, whatever
             the lengths of chunks.
         mesh: the ranks that share the work, from `init_mesh`; every rank calls this, and the model, alike. Parameters

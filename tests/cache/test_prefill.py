@@ -320,18 +320,19 @@ def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "budget", "most"), [(1, 100_000, 2), (2, 40_000, 8), (2, 100_000, 9), (10, 200_000, 11)]
+    ("rows", "prefetch", "budget", "most"),
+    [(1, 1, 100_000, 2), (1, 2, 40_000, 8), (1, 2, 100_000, 9), (2, 2, 80_000, 8), (1, 10, 200_000, 11)],
 )
 def test_decoding_has_more_chunks_under_way_where_the_device_has_room(
-    prefetch: int, budget: int, most: int, tmp_path: Path
+    rows: int, prefetch: int, budget: int, most: int, tmp_path: Path
 ) -> None:
     """Eight of keys and values, or `prefetch` if that is more, beside those handed out before; with 1 none are."""
-    model, ids = build("llama").eval(), tokens(1, 300)
+    model, ids = build("llama").eval(), tokens(rows, 300)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16, device_budget=budget, disk=tmp_path, prefetch=prefetch)
     cache = trunkline.prefill(model, ids[:, :256])
     step_through(cache, model, ids, expected, [257], 1e-9)
-    pair, open_end = 16 * sum(cache.widths[0]), cache.open_bytes(1)
+    pair, open_end = 16 * rows * sum(cache.widths[0]), cache.open_bytes(rows)
     for left in (most, min(most, (budget - 2 * open_end) // pair)):  # a fork's open end takes its own
         trunkline.read_meters(model)
         step_through(cache, model, ids, expected, [cache.length + 1], 1e-9)

@@ -19,7 +19,7 @@ from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import CachedCore, Extension
 from trunkline.cache.placing import new_stretch, room_to_go_on, widths_of
 from trunkline.cache.streamed import StreamedCache
-from trunkline.cache.stretch import reading_bytes
+from trunkline.cache.stretch import pair_bytes, reading_bytes
 from trunkline.cache.writers import OpenEnd, StretchWriter
 from trunkline.chunking import Chunk, split
 from trunkline.conditions import Conditions
@@ -176,13 +176,10 @@ def _depth(cache: StreamedCache) -> int:
     The rest of a layer takes a token as long as several chunks take to arrive: with few, the lane would wait for it.
     """
     tiers, room = cache.tiers, cache.tiers.room("device")
-    if room is None or tiers.prefetch == 1:
+    if room is None or tiers.prefetch == 1 or not cache.links:
         return tiers.prefetch
-
-    def fits(prefetch: int) -> bool:
-        return all(reading_bytes(link.stretch, cache.widths, prefetch) <= room for link in cache.links)
-
-    return next((depth for depth in range(_DEEP, tiers.prefetch, -1) if fits(depth)), tiers.prefetch)
+    pair = max(pair_bytes(link.stretch, cache.widths) for link in cache.links)
+    return max(tiers.prefetch, min(room // pair - 1, _DEEP))  # less one that was handed out before
 
 
 def _is_wanted(run: Run, chunk: Chunk, keep: int) -> bool:

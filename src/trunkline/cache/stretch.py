@@ -178,16 +178,19 @@ def stores_of(
     return Stores(tiers, tiers.place([spare_request(last), *requests], ADVICE))
 
 
-def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]], prefetch: int | None = None) -> int:
+def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
     """Bytes of the device that reading a stretch takes: what is fetched, and what is met.
 
     Args:
         stretch: which.
         widths: bytes of a token's keys and values, of each layer and row.
-        prefetch: chunks that are fetched at a time, the one in use among them; None for those of any store.
     """
-    longest = max(len(chunk) for chunk in stretch.chunks)
-    return ((prefetch or stretch.stores.prefetch) + 1) * longest * stretch.batch * max(map(sum, widths))
+    return (stretch.stores.prefetch + 1) * pair_bytes(stretch, widths)
+
+
+def pair_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
+    """Most bytes of a chunk's keys and values in one layer."""
+    return max(map(len, stretch.chunks)) * stretch.batch * max(map(sum, widths))
 
 
 def moving_bytes(tiers: Tiers, batch: int, tokens: int, widths: Sequence[Sequence[int]]) -> int:

@@ -103,10 +103,11 @@ class Tiers:
             ) from None
 
     def room(self, tier: TierName) -> int | None:
-        """Bytes of a tier that no run keeps: what one that goes on may have, as no other does; None is no limit."""
+        """Bytes of a tier that no run keeps, or holds now: what one that goes on may have; None is no limit."""
         self.clear_forgotten()
         budget = self.accounts[tier].budget
-        return None if budget is None else budget - sum(run.promised.get(tier, 0) for run in self._runs)
+        kept = sum(max(run.promised.get(tier, 0), run.held[tier]) for run in self._runs)
+        return None if budget is None else budget - kept
 
     def reserve(self, placement: Placement, record: _Record) -> None:
         """Take what a placement needs, for as long as the record is not given back.
