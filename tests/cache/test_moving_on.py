@@ -16,7 +16,7 @@ from torch import Tensor
 
 import trunkline
 from trunkline import sequence
-from trunkline.cache import streamed
+from trunkline.cache import freezing, streamed
 from trunkline.chunking import Chunk
 from trunkline.streaming import tiers_of
 from trunkline.tiers.storage import ScratchFile, TierError
@@ -180,14 +180,14 @@ def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, 
 def test_decoded_tokens_stay_apart_where_there_is_no_room_to_join_them(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stores_of = streamed.stores_of
+    stores_of = freezing.stores_of
 
     def without_room(tiers: Tiers, batch: int, chunks: list[Chunk], *rest: Any) -> Stores:
         if len(chunks[0]) > streamed.OPEN_TOKENS:
             raise error("no room")
         return stores_of(tiers, batch, chunks, *rest)
 
-    monkeypatch.setattr(streamed, "stores_of", without_room)
+    monkeypatch.setattr(freezing, "stores_of", without_room)
     model, ids = build("llama").eval(), tokens(1, 100)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=32, device_budget=150_000, disk=tmp_path)

@@ -72,6 +72,11 @@ def test_json_and_tiers(capsys: pytest.CaptureFixture[str], model: Path, tmp_pat
         assert each["prefill_tokens_per_second"] == pytest.approx(len(TEXT) / each["prefill_seconds"])
         assert each["decode_tokens_per_second"] > 0
         assert each["process_peak"] > 2**20
+    tight = ["--chunk-size", 256, "--device-budget", "220KiB", "--disk", tmp_path]
+    code, _, err = run(capsys, *given, *tight)
+    assert (code, "prefetch=1" in err) == (2, True)
+    code, out, _ = run(capsys, *given, *tight, "--prefetch", 1)
+    assert (code, json.loads(out)["text"]) == (0, found[0]["text"])
 
 
 def test_a_prompt_that_was_read_is_not_read_again(
@@ -120,6 +125,7 @@ def test_a_wrong_budget_is_told_before_a_model_is_loaded(
         (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "--top-p 0.0: give a share above 0"),
         (["--prompt", "a", "--chunk-size", "big"], "--chunk-size big: give a positive number of tokens, or auto"),
         (["--prompt", "a", "--chunk-size", "0"], "chunk_size=0: give a positive whole number"),
+        (["--prompt", "a", "--prefetch", "0"], "prefetch=0: give a positive whole number"),
         (["--prompt", "a", "--dtype", "int8"], "dtype='int8': choose one of auto"),
         (["--prompt", "a", "--device", "cuda:7"], "device='cuda:7' is not there"),
         (["--prompt", "a", "--disk", "."], "disk has no effect without a device_budget"),

@@ -10,8 +10,9 @@ from functools import partial
 from trunkline import engine
 from trunkline.attention.pairs import Pairs
 from trunkline.attention.visibility import Range, Visibility
+from trunkline.cache.room import least_room, no_room_to_decode, room_to_go_on
 from trunkline.cache.streamed import StreamedCache
-from trunkline.cache.stretch import Stretch, in_transit, moving_bytes, reading_bytes, spare_request
+from trunkline.cache.stretch import Stretch, in_transit, reading_bytes
 from trunkline.cache.writers import StretchWriter
 from trunkline.chunking import Chunk
 from trunkline.keeping import Widths, advice_on
@@ -61,22 +62,6 @@ def new_stretch(run: Run, cache: StreamedCache, sights: Sequence[Sequence[Visibi
     return StretchWriter(stretch, windowed, spare, live, num_live)
 
 
-def room_to_go_on(cache: StreamedCache, batch: int, hidden: int, tokens: int) -> int:
-    """Bytes of the device that decoded tokens take, their move to their tier, and a chunk of a prompt read later.
-
-    Args:
-        cache: whose.
-        batch: rows.
-        hidden: bytes of a token's hidden state, of a row.
-        tokens: of the chunk that this rank has; 0 leaves room for decoded tokens alone, where they are.
-    """
-    if not tokens:
-        return cache.open_bytes(batch)
-    states = in_transit(cache.tiers.prefetch) * batch * tokens * hidden
-    prompt = states + moving_bytes(cache.tiers, batch, tokens, cache.widths)
-    return cache.open_bytes(batch) + max(prompt, moving_bytes(cache.tiers, batch, cache.capacity, cache.widths))
-
-
 def _places(run: Run, offset: int) -> list[Range]:
     """(start, stop) of each chunk's tokens in the sequence, on whichever rank, without padding."""
     size = 1 if run.ranks.gather is None else run.ranks.gather.size
@@ -106,11 +91,15 @@ def _placed(run: Run, cache: StreamedCache, asked: _Asked) -> Placement:
     tiers, advice = run.stores.tiers, advice_on(run.config, run.stores.tiers, len(run.chunks[0]) * run.ranks.size)
     batch, hidden = len(run.batch.input_ids_BS), engine.look_at_token(run, differentiate=False).nbytes
     tokens = run.config.chunk_tokens(run.batch.input_ids_BS.device) // run.ranks.size
-    cache.room = room_to_go_on(cache, batch, hidden, tokens)
-    with contextlib.suppress(ValueError):
-        return tiers.place(_requests(run, cache, asked), advice)
-    cache.room = room_to_go_on(cache, batch, hidden, 0)
-    return tiers.place(_requests(run, cache, asked), advice)
+    longest, requests = max(map(len, run.rows)), _requests(run, cache, asked)
+    least = least_room(cache, batch, longest)
+    for room in (room_to_go_on(cache, batch, longest, hidden, tokens), least):
+        with contextlib.suppress(ValueError):
+            placement = tiers.place(requests, advice, spare=room)
+            cache.room = room
+            return placement
+    tiers.place(requests, advice)  # says what does not fit, if it is not the room
+    raise ValueError(no_room_to_decode(least))
 
 
 def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
@@ -118,18 +107,19 @@ def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
 
     Args:
         run: of the new tokens.
-        cache: that they go on from, with the room that they shall leave.
+        cache: that they go on from.
         asked: by its layers.
     """
     prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
     both = in_transit(prefetch)
     widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
     hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
-    found = [spare_request(cache.room)]
+    found = list[Request]()
     # Chunks that were read before may be longer than any of these.
     own = (prefetch + 1) * max(len(chunk) for chunk in run.rows) * batch * max(sum(widths) for widths in cache.widths)
     earlier = max((reading_bytes(link.stretch, cache.widths) for link in cache.links), default=0)
-    found.append(Request(("earlier",), ((max(earlier - own, 0),),), "earlier", 0, 0, kept=False))
+    more = ((max(earlier - own, 0),),)
+    found.append(Request(("earlier",), more, "earlier", 1, 0, kept=False, resident_only=("earlier",)))
     if len(asked.windowed) < len(asked.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
         found.append(Request(("lk", "lv"), sizes, "live", 0, 0, kept=False, resident_only=("lk", "lv")))

@@ -6,22 +6,26 @@ writes its own part.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trunkline.attention.pairs import Pairs
+from trunkline.attention.visibility import Range
 from trunkline.cache.attention import Feed
-from trunkline.cache.placing import room_to_go_on
+from trunkline.cache.room import least_room, no_room_to_decode, room_to_go_on
 from trunkline.cache.streamed import StreamedCache
 from trunkline.cache.stretch import Stretch, reading_bytes, stores_of
-from trunkline.chunking import Chunk
+from trunkline.chunking import Chunk, spans
 
 VERSION = 1
 _PAGE = "cache.json"
@@ -49,7 +53,8 @@ def save(cache: StreamedCache, folder: Path, model: dict[str, Any]) -> None:
     stretches = []
     for number, link in enumerate(cache.links):
         stretch, widths = link.stretch, list[list[int]]()
-        for chunk in stretch.chunks[::-1]:  # the last has those of all layers
+        count = sum(first < link.stop for first, _ in stretch.places)  # chunks that are not forgotten as a whole
+        for chunk in stretch.chunks[count - 1 :: -1]:  # the last has those of all layers
             tensors = _of_chunk(stretch, chunk)
             save_file(tensors, partial / _file(number, chunk))
             tokens = stretch.batch * len(chunk)
@@ -59,8 +64,8 @@ def save(cache: StreamedCache, folder: Path, model: dict[str, Any]) -> None:
             ]
         stretches.append({
             "start": stretch.start, "stop": link.stop, "rows": link.rows, "batch": stretch.batch, "widths": widths,
-            "chunks": [[chunk.start, chunk.stop] for chunk in stretch.chunks], "places": stretch.places,
-            "passed": stretch.passed,
+            "chunks": [[chunk.start, chunk.stop] for chunk in stretch.chunks[:count]],
+            "places": stretch.places[:count], "passed": stretch.passed,
         })  # fmt: skip
     end = cache.open_end
     if end is not None and end.filled:
@@ -98,7 +103,7 @@ def load(
         chunk_tokens: of a chunk, for which there shall be room on the device, to go on with.
 
     Raises:
-        ValueError: the folder holds no cache, or another model's; or it does not fit in the budgets.
+        ValueError: the folder holds no cache, a damaged one, or another model's; or it does not fit in the budgets.
     """
     try:
         page = json.loads((folder / _PAGE).read_text(encoding="utf-8"))
@@ -115,11 +120,15 @@ def load(
     cache.begin(page["batch"])
     widths = [known["widths"] for known in page["stretches"]]
     cache.widths = [(max(k for k, _ in layer), max(v for _, v in layer)) for layer in zip(*widths, strict=True)]
-    cache.room = room_to_go_on(cache, page["batch"], hidden, chunk_tokens)
-    for number, known in enumerate(page["stretches"]):
+    most = chunk_tokens if cache.tiers.limited and cache.part[1] == 1 else None
+    found = [_Pieces.of(known, most) for known in page["stretches"]]
+    longest = max(len(chunk) for pieces in found for chunk in pieces.chunks)
+    cache.room = room_to_go_on(cache, page["batch"], longest, hidden, chunk_tokens)
+    least = least_room(cache, page["batch"], longest)
+    for number, (known, pieces) in enumerate(zip(page["stretches"], found, strict=True)):
         rows = None if known["rows"] is None else tuple(known["rows"])
-        cache.append(_read_stretch(cache, known, folder, number, device), rows)
-    with safe_open(folder / _REST, "pt") as file:
+        cache.append(_read_stretch(cache, known, pieces, folder, number, device, least), rows)
+    with _opened(folder / _REST, "cpu") as file:
         rest: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     logits = rest["logits"].to(device) if "logits" in rest else None
     documents = tuple(tuple(starts) for starts in page["documents"])
@@ -128,6 +137,55 @@ def load(
 
 def _file(number: int, chunk: Chunk) -> str:
     return f"stretch-{number:05}-chunk-{chunk.index:05}.safetensors"
+
+
+@contextlib.contextmanager
+def _opened(path: Path, device: str) -> Iterator[Any]:
+    """A file of a cache, whose tensors come to a device.
+
+    Raises:
+        ValueError: it is not there, or not what was written.
+    """
+    try:
+        with safe_open(path, "pt", device=device) as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"'{path.parent}' is a damaged cache: {path.name} cannot be read ({error}). Prefill and save it anew."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Chunks of a stretch as they are read.
+
+    Attributes:
+        chunks: these.
+        places: of their tokens in the sequence.
+        source: the chunk in the files that each is of, and where its tokens begin there.
+        passed: how many of them, from the first, each layer goes without.
+    """
+
+    chunks: list[Chunk]
+    places: list[Range]
+    source: list[tuple[Chunk, int]]
+    passed: list[int]
+
+    @classmethod
+    def of(cls, known: dict[str, Any], longest: int | None) -> _Pieces:
+        """Those of a page, or where there are longer ones than the longest, pieces of them."""
+        found, firsts = cls([], [], [], []), [0]
+        for number, ((start, stop), (first, last)) in enumerate(zip(known["chunks"], known["places"], strict=True)):
+            written, shift = Chunk(number, start, stop), first - start
+            for at, end in spans(start, stop, longest or stop - start):
+                found.chunks.append(Chunk(len(found.chunks), at, end))
+                # Of ranks that hold parts a chunk has tokens from elsewhere between its own: those stay whole.
+                place = (first, last) if longest is None else (min(at + shift, last), min(end + shift, last))
+                found.places.append(place)
+                found.source.append((written, at - start))
+            firsts.append(len(found.chunks))
+        found.passed.extend(firsts[count] for count in known["passed"])
+        return found
 
 
 def _of_chunk(stretch: Stretch, chunk: Chunk) -> dict[str, Tensor]:
@@ -146,24 +204,41 @@ def _of_chunk(stretch: Stretch, chunk: Chunk) -> dict[str, Tensor]:
 
 
 def _read_stretch(
-    cache: StreamedCache, known: dict[str, Any], folder: Path, number: int, device: torch.device
-) -> Stretch:
-    chunks = [Chunk(index, *bounds) for index, bounds in enumerate(known["chunks"])]
-    places = [(first, last) for first, last in known["places"]]
-    layers = range(len(known["passed"]))
-    rooms = cache.room, cache.open_bytes(cache.batch_size)
-    stores = stores_of(cache.tiers, known["batch"], chunks, known["widths"], known["passed"], rooms)
+    cache: StreamedCache, known: dict[str, Any], pieces: _Pieces, folder: Path, number: int, device: torch.device,
+    least: int,
+) -> Stretch:  # fmt: skip
+    """Read a stretch into the tiers.
+
+    Args:
+        cache: that it is of.
+        known: what the page says of it.
+        pieces: in which it is read.
+        folder: of the files.
+        number: of the stretch.
+        device: of the model.
+        least: bytes of the device that stay free at least.
+    """
+    layers, chunks = range(len(pieces.passed)), pieces.chunks
+    asked = cache.tiers, known["batch"], chunks, known["widths"], pieces.passed
+    try:
+        stores = stores_of(*asked, (cache.room, least))
+    except ValueError:
+        stores_of(*asked, (0,)).close()  # says what does not fit, if it is not the room
+        raise ValueError(no_room_to_decode(least)) from None
     stays = stores.placement is None  # in one buffer for each layer, where no window lets go of some
     resident = [len(chunks) if stays and cache.reaches[i].window is None else 0 for i in layers]
     pairs = [Pairs(chunks, resident[i], stores, (f"k {i}", f"v {i}")) for i in layers]
-    for chunk in chunks:
-        with safe_open(folder / _file(number, chunk), "pt", device=str(device)) as file:
-            for layer in layers:
-                if chunk.index >= known["passed"][layer]:
-                    pairs[layer].put(chunk, (file.get_tensor(f"k.{layer}"), file.get_tensor(f"v.{layer}")))
-    stores.settle_all()
+    with stores.closed_on_error():
+        for chunk, (written, at) in zip(chunks, pieces.source, strict=True):
+            with _opened(folder / _file(number, written), str(device)) as file:
+                for layer in layers:
+                    if chunk.index >= pieces.passed[layer]:
+                        k, v = (file.get_slice(f"{kind}.{layer}")[:, :, at : at + len(chunk)] for kind in "kv")
+                        pairs[layer].put(chunk, (k.contiguous(), v.contiguous()))
+        stores.settle_all()
+    places = pieces.places
     stretch = Stretch(known["start"], known["stop"], known["batch"], chunks, places, pairs, resident, stores)
-    stretch.passed = list(known["passed"])
+    stretch.passed = list(pieces.passed)
     if cache.tiers.limited:
         stores.only_kept(reading_bytes(stretch, cache.widths))
     return stretch

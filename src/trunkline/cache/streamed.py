@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trunkline.attention.pairs import Pair, Pairs
+from trunkline.attention.pairs import Pair
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import Link
+from trunkline.cache.freezing import frozen, to_join
 from trunkline.cache.interface import Interface
-from trunkline.cache.stretch import ADVICE, Stretch, moving_bytes, reading_bytes, stores_of
+from trunkline.cache.room import no_room_to_decode, room_to_move
+from trunkline.cache.stretch import ADVICE, Stretch, reading_bytes
 from trunkline.cache.writers import OpenEnd
 from trunkline.chunking import Chunk, zigzag
 from trunkline.documents import Starts
@@ -95,14 +96,26 @@ class StreamedCache(Interface):
     def fork(self) -> StreamedCache:
         """Another cache of the same tokens, which goes on by itself; what is there already is shared."""
         new = StreamedCache(self.tiers, self._num_layers, self.part)
+        new.open_end = self._copied_end()
         for name in _COPIED:
             setattr(new, name, getattr(self, name))
         new.links, new._ids, new._positions = list(self.links), list(self._ids), list(self._positions)
         for link in new.links:
             link.stretch.owners.add(new)
-        if self.open_end is not None and self.open_end.filled:
-            new.open_end = self.open_end.rearranged(list(range(self._batch)), new._stores_of_open_end(self._batch))
         return new
+
+    def _copied_end(self) -> OpenEnd | None:
+        """An open end like this one; None where there is no room for both, and its tokens have moved on."""
+        end = self.open_end
+        if end is None:
+            return None
+        if end.filled:
+            with contextlib.suppress(ValueError):
+                return end.rearranged(list(range(self._batch)), self._stores_of_open_end(self._batch))
+            self.freeze()
+        end.close()
+        self.open_end = None
+        return None
 
     def __copy__(self) -> StreamedCache:
         return self.fork()
@@ -205,13 +218,13 @@ class StreamedCache(Interface):
         end = self.open_end
         if end is None or not end.filled:
             return
-        joined = self._to_join(end)
+        joined = to_join(self, end)
         try:
-            stretch = self._frozen(end, joined)
+            stretch = frozen(self, end, joined)
         except (ValueError, TierError):
             if not joined:
                 raise
-            stretch, joined = self._frozen(end, []), []  # there is no room for both while one becomes the other
+            stretch, joined = frozen(self, end, []), []  # there is no room for both while one becomes the other
         for each in joined:
             self.links.pop()
             each.close()
@@ -221,24 +234,6 @@ class StreamedCache(Interface):
         end.emptied(end.stop)
         end.times_frozen += 1
 
-    def _frozen(self, end: OpenEnd, joined: list[Stretch]) -> Stretch:
-        """An open end as a stretch, with those before it that become one with it."""
-        layers, start = range(self._num_layers), joined[0].start if joined else end.start
-        chunk = Chunk(0, 0, self.own_part(0)[0].shape[2] + end.start - start)
-        rooms = self.room, moving_bytes(self.tiers, self._batch, self.capacity, self.widths), 0
-        stores = stores_of(self.tiers, self._batch, [chunk], self.widths, [0] * len(layers), rooms)
-        pairs = [Pairs([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
-        with stores.closed_on_error():
-            for layer in layers:
-                with contextlib.ExitStack() as stack:
-                    parts = [*(stack.enter_context(each.one(layer)) for each in joined), self.own_part(layer)]
-                    k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
-                    del parts
-                assert k.shape[2] == len(chunk)
-                pairs[layer].put(chunk, (k, v))
-            stores.settle_all()
-        return Stretch(start, end.stop, self._batch, [chunk], [(start, end.stop)], pairs, [0] * len(layers), stores)
-
     def own_part(self, layer: int) -> Pair:
         """Keys and values of the open end: of ranks that hold parts this one's, cut as those of a long prompt are."""
         assert self.open_end is not None
@@ -247,25 +242,6 @@ class StreamedCache(Interface):
         ranges = zigzag(whole, rank, size).ranges
         k, v = (torch.cat([x[:, :, a:b] for a, b in ranges], 2) for x in self.open_end.span(layer, len(whole)))
         return k, v
-
-    def _to_join(self, end: OpenEnd) -> list[Stretch]:
-        """Stretches of decoded tokens that become one with the open end: so that there are never many.
-
-        Each is joined when as many tokens follow it, and so log(n) times in all.
-        """
-        found: list[Stretch] = []
-        if self.part[1] > 1 or any(reach.window is not None for reach in self.reaches):
-            return found
-        tokens, most = end.filled, self.most_joined if self.tiers.limited else math.inf
-        for link in reversed(self.links):
-            stretch = link.stretch
-            count, is_own = stretch.stop - stretch.start, len(stretch.owners) == 1 and link.rows is None
-            is_whole = is_own and stretch.is_frozen and link.stop == stretch.stop and stretch.batch == end.batch
-            if not is_whole or count > tokens or count + tokens > most:
-                break
-            found.insert(0, stretch)
-            tokens += count
-        return found
 
     def append(self, stretch: Stretch, rows: tuple[int, ...] | None = None) -> None:
         """Hold another stretch, behind all others.
@@ -320,13 +296,12 @@ class StreamedCache(Interface):
             return Stores(self.tiers)
         nbytes = self.open_bytes(batch)
         request = Request(("open",), ((nbytes,),), "open", 0, 0, kept=True)
-        placement = self.tiers.place([request], ADVICE)
-        if not placement.on_device("open"):
-            raise ValueError(
-                f"device_budget has no room for the {nbytes:,} bytes in which decoded tokens collect: raise it, or use "
-                "a smaller batch."
-            )
-        return Stores(self.tiers, placement)
+        spare = room_to_move(self, batch, 0)
+        with contextlib.suppress(ValueError):
+            placement = self.tiers.place([request], ADVICE, spare=spare)
+            if placement.on_device("open"):
+                return Stores(self.tiers, placement)
+        raise ValueError(no_room_to_decode(nbytes + spare))
 
     # -- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -174,8 +174,8 @@ def stores_of(
     *some, last = rooms
     for room in some:
         with contextlib.suppress(ValueError):
-            return Stores(tiers, tiers.place([spare_request(room), *requests], ADVICE))
-    return Stores(tiers, tiers.place([spare_request(last), *requests], ADVICE))
+            return Stores(tiers, tiers.place(requests, ADVICE, spare=room))
+    return Stores(tiers, tiers.place(requests, ADVICE, spare=last))
 
 
 def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
@@ -191,17 +191,6 @@ def reading_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
 def pair_bytes(stretch: Stretch, widths: Sequence[Sequence[int]]) -> int:
     """Most bytes of a chunk's keys and values in one layer."""
     return max(map(len, stretch.chunks)) * stretch.batch * max(map(sum, widths))
-
-
-def moving_bytes(tiers: Tiers, batch: int, tokens: int, widths: Sequence[Sequence[int]]) -> int:
-    """Bytes of the device that so many tokens take on their way to their tier."""
-    widest = sum(max((each[which] for each in widths), default=0) for which in (0, 1))
-    return in_transit(tiers.prefetch) * batch * tokens * widest
-
-
-def spare_request(nbytes: int) -> Request:
-    """A request for bytes of the device that are there until what is placed has come, and free from then on."""
-    return Request(("spare",), ((nbytes,),), "spare", 0, 0, kept=False)
 
 
 def in_transit(prefetch: int) -> int:

@@ -45,6 +45,7 @@ _DeviceBudget = Annotated[
 _HostBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")]
 _Disk = Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")]
 _DiskBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")]
+_Prefetch = Annotated[int, typer.Option(help="Tensors of a store on the device at a time; 1: no double buffering.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -226,6 +227,7 @@ def generate_command(
     host_budget: _HostBudget = None,
     disk: _Disk = None,
     disk_budget: _DiskBudget = None,
+    prefetch: _Prefetch = 2,
     save_cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write what was read, to go on from another time.")
     ] = None,
@@ -239,7 +241,7 @@ def generate_command(
     def job() -> None:
         from trunkline.cli.generate import Asked, run_generate
 
-        stream = _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget)
+        stream = _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget, prefetch)
         run_generate(
             Asked(model, file or (), prompt, max_new_tokens, dtype, device, temperature, top_p, top_k, seed, chat,
                   save_cache, load_cache, as_json, stream)
@@ -280,6 +282,7 @@ def evaluate_command(
     host_budget: _HostBudget = None,
     disk: _Disk = None,
     disk_budget: _DiskBudget = None,
+    prefetch: _Prefetch = 2,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write: tables, JSON, CSV, heat maps.")
     ] = None,
@@ -294,21 +297,23 @@ def evaluate_command(
         run_evaluate(
             Asked(model, tasks, lengths, depths, samples, seed, threshold, generated, haystack or (), perplexity or (),
                   dtype, device, output, overwrite, as_json,
-                  _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget))
+                  _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget, prefetch))
         )  # fmt: skip
 
     return job
 
 
 def _stream_settings(
-    chunk_size: str, device_budget: str | None, host_budget: str | None, disk: Path | None, disk_budget: str | None
-) -> dict[str, Any]:
+    chunk_size: str, device_budget: str | None, host_budget: str | None, disk: Path | None, disk_budget: str | None,
+    prefetch: int,
+) -> dict[str, Any]:  # fmt: skip
     """Settings of `trunkline.stream`, those that were given."""
     given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget}
     if chunk_size != "auto" and not chunk_size.isdigit():
         raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
     return {
         "chunk_size": int(chunk_size) if chunk_size != "auto" else "auto",
+        "prefetch": prefetch,
         **{name: value for name, value in given.items() if value is not None},
     }
 

@@ -81,8 +81,13 @@ class Tiers:
             self._lanes = self._backend.lanes()
         return self._lanes
 
-    def place(self, requests: Sequence[Request], advice: Advice | None = None) -> Placement:
+    def place(self, requests: Sequence[Request], advice: Advice | None = None, *, spare: int = 0) -> Placement:
         """Place the stores of a run, beside those of runs still outstanding.
+
+        Args:
+            requests: for the stores.
+            advice: for the messages.
+            spare: bytes of the device that what is kept leaves to what comes afterwards.
 
         Raises:
             ValueError: they do not fit.
@@ -92,6 +97,7 @@ class Tiers:
             if tier in self._storages:  # a run's range is one piece
                 room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest)
         reserved = max((run.live for run in self._runs), default=0)
+        reserved = max(reserved, spare)
         try:
             return place(requests, room, reserved=reserved, advice=advice or Advice())
         except ValueError as error:
