@@ -115,11 +115,6 @@ def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
     widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
     hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
     found = list[Request]()
-    # Chunks that were read before may be longer than any of these.
-    own = (prefetch + 1) * max(len(chunk) for chunk in run.rows) * batch * max(sum(widths) for widths in cache.widths)
-    earlier = max((reading_bytes(link.stretch, cache.widths) for link in cache.links), default=0)
-    more = ((max(earlier - own, 0),),)
-    found.append(Request(("earlier",), more, "earlier", 1, 0, kept=False, resident_only=("earlier",)))
     if len(asked.windowed) < len(asked.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
         found.append(Request(("lk", "lv"), sizes, "live", 0, 0, kept=False, resident_only=("lk", "lv")))
@@ -129,4 +124,9 @@ def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
         counts = [len(chunk) * batch if chunk.index < asked.held[layer] else 0 for chunk in run.rows]
         kv = tuple(tuple(count * width for count in counts) for width in widths)
         found.append(Request((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, kept=True))
+    if cache.links:  # these are read, too, whether or not any of the new are under way
+        own = max(prefetch - 1, 1) * max(map(len, run.rows)) * batch * max(map(sum, cache.widths))
+        earlier = max(reading_bytes(link.stretch, cache.widths) for link in cache.links)
+        sizes = ((earlier + own,),)
+        found.append(Request(("earlier",), sizes, "kv", 1, 0, kept=False, stays=False, resident_only=("earlier",)))
     return found

@@ -74,7 +74,7 @@ class Placement:
         live: most bytes on the device while the run goes on, beside those kept, with what is under way.
         kept: bytes on the device between forward and backward.
         beyond: bytes of the range that the run needs in each tier beyond the device.
-        largest: bytes of the largest chunk of all.
+        largest: bytes of the largest chunk of all that may move.
     """
 
     places: Mapping[str, Sequence[tuple[TierName | None, int]]]
@@ -161,7 +161,8 @@ def _greedy(
                 beyond[tier] += size
     if missing:
         raise ValueError(_does_not_fit(sum(beyond.values()) + missing, missing, room, advice))
-    largest = max(size for request in requests for sizes in request.sizes for size in sizes)
+    moved = [request for request in requests if request.names != request.resident_only]
+    largest = max((size for request in moved for sizes in request.sizes for size in sizes), default=0)
     all_sizes = {name: sizes for r in requests for name, sizes in zip(r.names, r.sizes, strict=True)}
     return Placement(places, all_sizes, live, kept, {tier: total for tier, total in beyond.items() if total}, largest)
 
