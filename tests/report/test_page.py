@@ -53,7 +53,16 @@ def test_all_parts(folder):
     assert re.findall(r'<li><i class="(\w+)"></i>\1</li>', page) == ["forward", "head", "backward"], (
         "what the bands mean"
     )
-    for text in ("40.0 %", "50.0 %", "unchunked 500.0 GiB", "capacity 80.0 GiB", "measured / predicted", "1.25"):
+    for text in (
+        "40.0 %",
+        "50.0 %",
+        "unchunked 500.0 GiB",
+        "capacity 80.0 GiB",
+        "measured / predicted",
+        "1.25",
+        "After step 3,",
+        "37.5 %",
+    ):
         assert text in page, text
 
 
