@@ -17,8 +17,7 @@ from torch import Tensor
 from trunkline import engine
 from trunkline.attention.visibility import Reach
 from trunkline.cache.attention import CachedCore, Extension
-from trunkline.cache.placing import new_stretch, widths_of
-from trunkline.cache.room import room_to_go_on
+from trunkline.cache.placing import hidden_bytes, new_stretch, room_after, widths_of
 from trunkline.cache.streamed import StreamedCache
 from trunkline.cache.stretch import pair_bytes, reading_bytes
 from trunkline.cache.writers import OpenEnd, StretchWriter
@@ -96,9 +95,7 @@ def extend(
         cache.begin(len(new.batch.input_ids_BS))
         if tiers.limited and not cache.widths:
             cache.widths = widths_of(run)
-            hidden = engine.look_at_token(run, differentiate=False).nbytes
-            tokens = config.chunk_tokens(new.batch.input_ids_BS.device) // ranks.size
-            cache.room = room_to_go_on(cache, len(new.batch.input_ids_BS), 0, hidden, tokens)
+            cache.room = room_after(run, cache, 0, hidden_bytes(run))
         by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.shares_parameters)
         if in_place:
             writer: StretchWriter | OpenEnd = cache.open_end_for(count)

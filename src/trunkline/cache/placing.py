@@ -86,14 +86,31 @@ class _Asked:
     windowed: frozenset[int]
 
 
+def room_after(run: Run, cache: StreamedCache, longest: int, hidden: int) -> int:
+    """Bytes of the device that a run leaves free where it can: see `room_to_go_on`.
+
+    Args:
+        run: of new tokens.
+        cache: that they go on from.
+        longest: tokens of the longest chunk that is read.
+        hidden: bytes of a token's hidden state, of a row.
+    """
+    tokens = run.config.chunk_tokens(run.batch.input_ids_BS.device) // run.ranks.size
+    return room_to_go_on(cache, len(run.batch.input_ids_BS), longest, hidden, tokens)
+
+
+def hidden_bytes(run: Run) -> int:
+    """Bytes of a token's hidden state, of a row."""
+    return engine.look_at_token(run, differentiate=False).nbytes
+
+
 def _placed(run: Run, cache: StreamedCache, asked: _Asked) -> Placement:
     """A placement that leaves room for what follows, if there is one; how much becomes the cache's."""
     tiers, advice = run.stores.tiers, advice_on(run.config, run.stores.tiers, len(run.chunks[0]) * run.ranks.size)
-    batch, hidden = len(run.batch.input_ids_BS), engine.look_at_token(run, differentiate=False).nbytes
-    tokens = run.config.chunk_tokens(run.batch.input_ids_BS.device) // run.ranks.size
-    longest, requests = max(map(len, run.rows)), _requests(run, cache, asked)
-    least = least_room(cache, batch, longest)
-    for room in (room_to_go_on(cache, batch, longest, hidden, tokens), least):
+    longest, hidden = max(map(len, run.rows)), hidden_bytes(run)
+    requests = _requests(run, cache, asked, hidden)
+    least = least_room(cache, len(run.batch.input_ids_BS), longest)
+    for room in (room_after(run, cache, longest, hidden), least):
         with contextlib.suppress(ValueError):
             placement = tiers.place(requests, advice, spare=room)
             cache.room = room
@@ -102,23 +119,23 @@ def _placed(run: Run, cache: StreamedCache, asked: _Asked) -> Placement:
     raise ValueError(no_room_to_decode(least))
 
 
-def _requests(run: Run, cache: StreamedCache, asked: _Asked) -> list[Request]:
+def _requests(run: Run, cache: StreamedCache, asked: _Asked, hidden: int) -> list[Request]:
     """What the stores of a prefill ask of the tiers: buffers of the layer under way, hidden states, keys and values.
 
     Args:
         run: of the new tokens.
         cache: that they go on from.
         asked: by its layers.
+        hidden: bytes of a token's hidden state, of a row.
     """
     prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
     both = in_transit(prefetch)
     widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
-    hidden = engine.look_at_token(run, differentiate=False).nbytes * batch
     found = list[Request]()
     if len(asked.windowed) < len(asked.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
         found.append(Request(("lk", "lv"), sizes, "live", 0, 0, kept=False, resident_only=("lk", "lv")))
-    states = tuple(len(chunk) * hidden for chunk in run.chunks)
+    states = tuple(len(chunk) * batch * hidden for chunk in run.chunks)
     found += [Request((f"pass {i}",), (states,), "pass", both, 0, kept=False) for i in range(2)]
     for layer, widths in enumerate(cache.widths):
         counts = [len(chunk) * batch if chunk.index < asked.held[layer] else 0 for chunk in run.rows]

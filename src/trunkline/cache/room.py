@@ -49,5 +49,4 @@ def no_room_to_decode(nbytes: int) -> str:
 
 def _moving(cache: StreamedCache, batch: int, tokens: int) -> int:
     """Bytes of the device that so many tokens take on their way to their tier."""
-    widest = sum(max((each[which] for each in cache.widths), default=0) for which in (0, 1))
-    return in_transit(cache.tiers.prefetch) * batch * tokens * widest
+    return in_transit(cache.tiers.prefetch) * batch * tokens * max(map(sum, cache.widths))

@@ -45,7 +45,7 @@ _DeviceBudget = Annotated[
 _HostBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")]
 _Disk = Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")]
 _DiskBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")]
-_Prefetch = Annotated[int, typer.Option(help="Tensors of a store on the device at a time; 1: no double buffering.")]
+_Prefetch = Annotated[int | None, typer.Option(help="Tensors of a store on the device at a time, 2 by default.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -227,7 +227,7 @@ def generate_command(
     host_budget: _HostBudget = None,
     disk: _Disk = None,
     disk_budget: _DiskBudget = None,
-    prefetch: _Prefetch = 2,
+    prefetch: _Prefetch = None,
     save_cache: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write what was read, to go on from another time.")
     ] = None,
@@ -282,7 +282,7 @@ def evaluate_command(
     host_budget: _HostBudget = None,
     disk: _Disk = None,
     disk_budget: _DiskBudget = None,
-    prefetch: _Prefetch = 2,
+    prefetch: _Prefetch = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write: tables, JSON, CSV, heat maps.")
     ] = None,
@@ -305,15 +305,15 @@ def evaluate_command(
 
 def _stream_settings(
     chunk_size: str, device_budget: str | None, host_budget: str | None, disk: Path | None, disk_budget: str | None,
-    prefetch: int,
+    prefetch: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Settings of `trunkline.stream`, those that were given."""
-    given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget}
+    given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget,
+             "prefetch": prefetch}  # fmt: skip
     if chunk_size != "auto" and not chunk_size.isdigit():
         raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
     return {
         "chunk_size": int(chunk_size) if chunk_size != "auto" else "auto",
-        "prefetch": prefetch,
         **{name: value for name, value in given.items() if value is not None},
     }
 

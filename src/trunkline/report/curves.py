@@ -18,7 +18,6 @@ class Curve:
     """A value of each step.
 
     Attributes:
-        key: short name, for files.
         title: what it is, with its unit.
         steps: numbers of the steps.
         values: of them.
@@ -26,7 +25,6 @@ class Curve:
         up_to: it reaches so far at least.
     """
 
-    key: str
     title: str
     steps: list[int]
     values: list[float]
@@ -47,16 +45,14 @@ def curves_of(history: Sequence[Step], timeline: Timeline | None) -> list[Curve]
     devices = timeline.devices if timeline else None
     speed = "tokens/s per device" if devices else "tokens/s, all devices"
     found = [
-        Curve("loss", "Loss, nats a token", steps, [step.loss for step in history], from_zero=False),
-        Curve("speed", speed[0].upper() + speed[1:], steps, [s.tokens_per_second / (devices or 1) for s in history]),
+        Curve("Loss, nats a token", steps, [step.loss for step in history], from_zero=False),
+        Curve(speed[0].upper() + speed[1:], steps, [s.tokens_per_second / (devices or 1) for s in history]),
     ]
     flops = [(step.step, step.model_flops / step.seconds) for step in history if step.model_flops is not None]
     peak = timeline.peak_flops * timeline.devices if timeline and timeline.peak_flops else None
     if flops:
         title = "MFU, % (causal, recomputation not counted)" if peak else "Model TFLOP/s, all devices"
-        found.append(
-            Curve("mfu", title, [at for at, _ in flops], [v * 100 / peak if peak else v / 1e12 for _, v in flops])
-        )
+        found.append(Curve(title, [at for at, _ in flops], [v * 100 / peak if peak else v / 1e12 for _, v in flops]))
     return found
 
 

@@ -58,12 +58,12 @@ def evaluation_curves(evaluations: Sequence[Found]) -> list[Curve]:
     curves = []
     if losses:
         steps, values = [step for step, _ in losses], [loss for _, loss in losses]
-        curves.append(Curve("held-out", "Loss of held-out files, nats a token", steps, values, from_zero=False))
+        curves.append(Curve("Loss of held-out files, nats a token", steps, values, from_zero=False))
     for way, task in dict.fromkeys((w, t) for found in evaluations for w, tasks in found.scores.items() for t in tasks):
         known = [(found.step, by_length) for found in evaluations if (by_length := found.scores.get(way, {}).get(task))]
         means = [100 * sum(by_length.values()) / len(by_length) for _, by_length in known]
         title = f"Retrieved: {_task_name(way, task)}, %"
-        curves.append(Curve(f"{way} {task}", title, [step for step, _ in known], means, up_to=100.0))
+        curves.append(Curve(title, [step for step, _ in known], means, up_to=100.0))
     return curves
 
 
