@@ -134,3 +134,31 @@ def read_padded(degrees: dict[str, int]) -> float:
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
 def test_padded_rows(degrees: dict[str, int]) -> None:
     assert max(run(2, read_padded, degrees)) < 1e-9
+
+
+def load_in_pieces(degrees: dict[str, int], folder: str) -> tuple[int, float]:
+    """A cache of longer chunks, and not of whole ones, read under budgets: its longest chunk then, and its error."""
+    from trunkline.cache import streamed
+
+    streamed.OPEN_TOKENS = 8
+    ids = tokens(2, 121)
+    model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4)
+    mesh = trunkline.init_mesh(**degrees)
+    trunkline.stream(model, mesh=mesh, chunk_size=32)
+    cache = trunkline.prefill(model, ids[:, :45])
+    trunkline.save_cache(model, trunkline.prefill(model, ids[:, 45:60], cache=cache), f"{folder}/cache")
+    trunkline.unstream(model)
+    trunkline.stream(model, mesh=mesh, chunk_size=8, device_budget=120_000, disk=folder)
+    loaded, error = trunkline.load_cache(model, f"{folder}/cache"), 0.0
+    longest = max(len(chunk) for link in loaded.links for chunk in link.stretch.chunks)
+    for stop in STOPS:
+        trunkline.prefill(model, ids[:, loaded.length : stop], cache=loaded)
+        error = max(error, float((loaded.logits[:, 0] - expected[:, stop - 1]).abs().max()))
+    return longest, error
+
+
+@pytest.mark.parametrize(("degrees", "most"), [({"sp": 2}, 8), ({"cp": 2}, 16)], ids=["sp2", "cp2"])
+def test_longer_chunks_are_cut_where_ranks_have_them_whole(degrees: dict[str, int], most: int, tmp_path: Path) -> None:
+    for longest, error in run(2, load_in_pieces, degrees, str(tmp_path)):
+        assert longest == most
+        assert error < 1e-9

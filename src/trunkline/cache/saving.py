@@ -90,8 +90,9 @@ def save(cache: StreamedCache, folder: Path, model: dict[str, Any]) -> None:
 
 
 def load(
-    cache: StreamedCache, folder: Path, model: dict[str, Any], device: torch.device, *, hidden: int, chunk_tokens: int
-) -> None:
+    cache: StreamedCache, folder: Path, model: dict[str, Any], device: torch.device, *, hidden: int, chunk_tokens: int,
+    size: int,
+) -> None:  # fmt: skip
     """Read into a new cache what another held.
 
     Args:
@@ -101,6 +102,7 @@ def load(
         device: of the model.
         hidden: bytes of a token's hidden state.
         chunk_tokens: of a chunk, for which there shall be room on the device, to go on with.
+        size: ranks that have its hidden states.
 
     Raises:
         ValueError: the folder holds no cache, a damaged one, or another model's; or it does not fit in the budgets.
@@ -123,7 +125,7 @@ def load(
     most = chunk_tokens if cache.tiers.limited and cache.part[1] == 1 else None
     found = [_Pieces.of(known, most) for known in page["stretches"]]
     longest = max(len(chunk) for pieces in found for chunk in pieces.chunks)
-    cache.room = room_to_go_on(cache, page["batch"], longest, hidden, chunk_tokens)
+    cache.room = room_to_go_on(cache, page["batch"], longest, hidden, chunk_tokens // size)
     least = least_room(cache, page["batch"], longest)
     for number, (known, pieces) in enumerate(zip(page["stretches"], found, strict=True)):
         rows = None if known["rows"] is None else tuple(known["rows"])

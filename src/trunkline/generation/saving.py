@@ -58,7 +58,7 @@ def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
     saving.load(
         cache, _part(Path(folder), forward), _identity(forward), device,
         hidden=config.hidden_size * next(forward.decoder.model.parameters()).dtype.itemsize,
-        chunk_tokens=forward.config.chunk_tokens(device) // forward.ranks.size,
+        chunk_tokens=forward.config.chunk_tokens(device), size=forward.ranks.size,
     )  # fmt: skip
     return cache
 
