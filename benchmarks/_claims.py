@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trunkline.parallel.mesh import Degrees, heads_of
-from trunkline.plan.blank import Blank
+from trunkline.distributed.mesh import ParallelDims, heads_of
 from trunkline.plan.choices import Machine, Task, meshes
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
+from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.results import Rehearsal
-from trunkline.plan.sharding import Spread
+from trunkline.plan.results import Estimate
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import AdamW
 from trunkline.train.presets import PRESETS
 
@@ -87,7 +87,7 @@ class Run:
         waits: share of the step in which compute waits for a lane.
         chunk: tokens.
         keep: what is kept.
-        every: inputs_every.
+        every: checkpoint_every.
     """
 
     why: str = ""
@@ -147,19 +147,19 @@ def kept(keep: Sequence[str], every: int) -> str:
 
 
 @cache
-def model_of(name: str) -> Blank:
+def model_of(name: str) -> MetaModel:
     """A preset without contents."""
-    return Blank.of(_built(name))
+    return MetaModel.of(_built(name))
 
 
 @cache
-def lora_of(name: str) -> Blank:
+def lora_of(name: str) -> MetaModel:
     """The same with adapters of rank 16 on all linear layers, and nothing else trained."""
     from peft import LoraConfig, get_peft_model
 
     with torch.device("meta"):
         model = get_peft_model(_built(name), LoraConfig(r=16, target_modules="all-linear"))
-    return Blank.of(model)
+    return MetaModel.of(model)
 
 
 def _built(name: str) -> Any:
@@ -177,7 +177,7 @@ def _built(name: str) -> Any:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def billions(blank: Blank) -> float:
+def billions(blank: MetaModel) -> float:
     """Parameters."""
     return sum(p.numel() for p in blank.model.parameters()) / 1e9
 
@@ -191,14 +191,14 @@ def machine_of(name: str, devices: int, host: int | None = None, attention: str 
     return Machine(hardware, devices, host or hardware.host_bytes or 0)
 
 
-def mesh_of(blank: Blank, machine: Machine) -> Degrees:
+def mesh_of(blank: MetaModel, machine: Machine) -> ParallelDims:
     """All devices on one sequence."""
     return next(meshes(Task(1), machine, heads_of(blank.model)[0], one_sequence=True))
 
 
-def spread_of(machine: Machine) -> Spread:
+def sharding_spec_of(machine: Machine) -> ShardingSpec:
     """ZeRO-3 over several devices, offloaded on one."""
-    return Spread(zero=3, dtype=torch.float32, offload=machine.devices == 1)
+    return ShardingSpec(zero=3, dtype=torch.float32, offload=machine.devices == 1)
 
 
 def chunk_of(length: int, chunks: int = 32) -> int:
@@ -210,25 +210,25 @@ def chunk_of(length: int, chunks: int = 32) -> int:
 
 
 def task_of(
-    blank: Blank, machine: Machine, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
+    blank: MetaModel, machine: Machine, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
     **fixed: Any,
 ) -> Task:  # fmt: skip
     """Chunks as we run them."""
-    settings = {"chunk_size": chunk or chunk_of(length), "keep": tuple(keep), "inputs_every": every, **fixed}
-    return Task(length, fixed=settings, degrees=mesh_of(blank, machine), spread=spread_of(machine))
+    settings = {"chunk_size": chunk or chunk_of(length), "keep": tuple(keep), "checkpoint_every": every, **fixed}
+    return Task(length, fixed=settings, parallel_dims=mesh_of(blank, machine), sharding_spec=sharding_spec_of(machine))
 
 
 def ours(planner: Planner, machine: Machine, task: Task) -> Run:
     """A step as we run it, with budgets that leave room for everything else."""
-    own = {"chunk": task.fixed["chunk_size"], "keep": task.fixed["keep"], "every": task.fixed["inputs_every"]}
+    own = {"chunk": task.fixed["chunk_size"], "keep": task.fixed["keep"], "every": task.fixed["checkpoint_every"]}
     try:
         plan = planner.best(task)
     except DoesNotFit as error:
         return Run(str(error), **own)
-    return _run(plan.rehearsal, machine, **own)
+    return _run(plan.estimate, machine, **own)
 
 
-def first_that_fits(planner: Planner, blank: Blank, machine: Machine, length: int) -> Run:
+def first_that_fits(planner: Planner, blank: MetaModel, machine: Machine, length: int) -> Run:
     """Attention kept, with the inputs of as many layers as there is room for; nothing kept where there is for none."""
     run = Run("nothing was tried")
     for keep, every in ((("attention",), 1), (("attention",), 4), (("attention",), 8), ((), 1), ((), 4)):
@@ -240,22 +240,35 @@ def first_that_fits(planner: Planner, blank: Blank, machine: Machine, length: in
 
 
 def alone(
-    blank: Blank, machine: Machine, length: int, *, whole_logits: bool = False, timed: bool = True, degrees: Any = None
+    blank: MetaModel,
+    machine: Machine,
+    length: int,
+    *,
+    whole_logits: bool = False,
+    timed: bool = True,
+    parallel_dims: Any = None,
 ) -> Run:
     """A step by checkpointing (and Ulysses) alone: one chunk, everything on the device."""
-    head: dict[str, Any] = {"head_bytes": WHOLE_LOGITS} if whole_logits else {}
+    head: dict[str, Any] = {"logits_budget": WHOLE_LOGITS} if whole_logits else {}
     try:
-        found = rehearse(
-            blank, length, device=machine.hardware.device_type, hardware=machine.hardware if timed else None,
-            degrees=degrees or mesh_of(blank, machine), spread=spread_of(machine), optimizer=AdamW(), chunk_size=length,
-            keep=(), **head,
-        )  # fmt: skip
+        found = estimate(
+            blank,
+            length,
+            device=machine.hardware.device_type,
+            hardware=machine.hardware if timed else None,
+            parallel_dims=parallel_dims or mesh_of(blank, machine),
+            sharding_spec=sharding_spec_of(machine),
+            optimizer=AdamW(),
+            chunk_size=length,
+            keep=(),
+            **head,
+        )
     except ValueError as error:  # one chunk has more elements than a kernel may be given
         return Run(str(error), chunk=length)
     return _run(found, machine, chunk=length)
 
 
-def _run(found: Rehearsal, machine: Machine, **own: Any) -> Run:
+def _run(found: Estimate, machine: Machine, **own: Any) -> Run:
     device, host = (sum(found.memory[tier].values()) for tier in ("device", "host"))
     memory: dict[str, Any] = {"device": device, "room": machine.device_room, "host": host * machine.here}
     step = found.step

@@ -24,11 +24,11 @@ from _claims import (
 from _claims import ours as stepped
 
 from trunkline.config import KEEPABLE
-from trunkline.plan.blank import Blank
-from trunkline.plan.choices import Machine, Task, spreads
+from trunkline.plan.choices import Machine, Task, sharding_specs
 from trunkline.plan.hardware import load
+from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Planner
-from trunkline.plan.sharding import Spread
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.sweet_spot import Pair, Shape, draw, sweet_spot
 
 _SHAPES = (
@@ -157,16 +157,16 @@ def _step(run: Run, every: int) -> str:
 
 
 def _trained(
-    planner: Planner, blank: Blank, machine: Machine, keep: tuple[str, ...], every: int, known: dict[int, Run]
+    planner: Planner, blank: MetaModel, machine: Machine, keep: tuple[str, ...], every: int, known: dict[int, Run]
 ) -> tuple[int, dict[int, Run]]:
     """The longest context, and steps: those known that fit are not rehearsed again."""
 
-    def task(length: int, spread: Spread | None = None) -> Task:
-        fixed = {"chunk_size": _CHUNK, "keep": keep, "inputs_every": every}
-        return Task(length, fixed=fixed, degrees=mesh_of(blank, machine), spread=spread)
+    def task(length: int, sharding_spec: ShardingSpec | None = None) -> Task:
+        fixed = {"chunk_size": _CHUNK, "keep": keep, "checkpoint_every": every}
+        return Task(length, fixed=fixed, parallel_dims=mesh_of(blank, machine), sharding_spec=sharding_spec)
 
     def fits(length: int) -> bool:
-        ways = list(spreads(task(length), mesh_of(blank, machine)))
+        ways = list(sharding_specs(task(length), mesh_of(blank, machine)))
         return any(planner.why_not(task(length, way)) == FITS for way in (ways[0], ways[-1]))
 
     far = longest(fits, 128 * K, 8)

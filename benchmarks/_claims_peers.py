@@ -21,7 +21,7 @@ from _claims import (
     tokens,
 )  # fmt: skip
 
-from trunkline.flops import attention_flops, linear_flops_per_token
+from trunkline.hf.flops import attention_flops, linear_flops_per_token
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.planner import Planner
 from trunkline.plan.sweet_spot import DIRECTIONS

@@ -21,16 +21,16 @@ from _claims import (
     mesh_of,
     model_of,
     ours,
-    spread_of,
+    sharding_spec_of,
     task_of,
     tokens,
 )  # fmt: skip
 
+from trunkline.plan.estimate import estimate
 from trunkline.plan.planner import Planner
-from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.states import AdamW
 from trunkline.plan.timelines import before, capacity_of, timeline_of
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,18 +131,22 @@ def eight_devices(_: Path) -> Answer:
 def spikes(out: Path) -> Answer:
     """d: memory through a step of a 30B GPT, before and after."""
     blank, machine, length = model_of("gpt-30b"), machine_of(_A100, 16), M
-    common: dict[str, Any] = {"degrees": mesh_of(blank, machine), "spread": spread_of(machine), "optimizer": AdamW()}
+    common: dict[str, Any] = {
+        "degrees": mesh_of(blank, machine),
+        "spread": sharding_spec_of(machine),
+        "optimizer": AdamW(),
+    }
     task = task_of(blank, machine, length, ("attention",))
     settings = Planner(blank, machine).best(task).settings
     capacity = capacity_of(machine.hardware, 16)
     lines = [
         before(blank, length, title="before: one chunk, whole logits", hardware=machine.hardware, **common),
         timeline_of(
-            rehearse(blank, length, hardware=machine.hardware, drawn=True, chunk_size=length, keep=(), **common),
+            estimate(blank, length, hardware=machine.hardware, drawn=True, chunk_size=length, keep=(), **common),
             "before: one chunk, logits in tiles", capacity,
         ),
         timeline_of(
-            rehearse(blank, length, hardware=machine.hardware, drawn=True, **common, **settings),
+            estimate(blank, length, hardware=machine.hardware, drawn=True, **common, **settings),
             f"after: chunks of {tokens(chunk_of(length))}, attention kept", capacity,
         ),
     ]  # fmt: skip

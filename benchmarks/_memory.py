@@ -18,7 +18,7 @@ from _resident import answered, in_own_process, reset_peak, status
 from _variants import KEEPS, Setup, build, prepare, step, tokens
 
 from trunkline.config import Progress
-from trunkline.tiers.account import Account
+from trunkline.offload.budgets import TierBudget
 
 WARM_UP_TOKENS = 256
 
@@ -45,7 +45,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.stores: Account | None = None
+        self.stores: TierBudget | None = None
         self.peak = self.stores_at_peak = self.beyond = 0
         self._before = 0
         self._active = False

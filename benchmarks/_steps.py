@@ -17,7 +17,7 @@ def smallest_budget(model: Any, length: int, **settings: Any) -> int:
     while high - low > 4_096:
         middle = (low + high) // 2
         try:
-            trunkline.rehearse(model, length, device_budget=middle, disk_budget=2**50, **settings)
+            trunkline.estimate(model, length, device_budget=middle, disk_budget=2**50, **settings)
         except ValueError:
             low = middle
         else:
@@ -30,14 +30,14 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Seconds, exposed seconds, bytes moved and peaks of steps with each variant's settings of `stream`."""
     models = {name: prepare(base, "attention", setup, **settings) for name, settings in variants.items()}
-    meters: dict[str, list[trunkline.Meters]] = {name: [] for name in models}
+    meters: dict[str, list[trunkline.Stats]] = {name: [] for name in models}
     ids_BS = tokens(setup, length)
 
     def timed(name: str) -> Callable[[], float]:
         def run() -> float:
-            trunkline.read_meters(models[name])
+            trunkline.stats(models[name])
             seconds = step(models[name], ids_BS).seconds
-            meters[name].append(trunkline.read_meters(models[name]))
+            meters[name].append(trunkline.stats(models[name]))
             return seconds
 
         return run

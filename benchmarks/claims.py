@@ -59,13 +59,13 @@ def main() -> None:
     for text in ASSUMED:
         console.print(f"assumed: {text}", highlight=False)
     answers = []
-    for letter, rehearse in LETTERS.items():
+    for letter, estimate in LETTERS.items():
         # A file for each letter, so that two may be rehearsed at the same time.
         path = given.out / f"claims-{letter}.json"
         if letter in given.only:
             begin = time.perf_counter()
             with console.status(f"rehearsing {letter}"):
-                answer = rehearse(given.out)
+                answer = estimate(given.out)
             write_json(path, {"seconds": time.perf_counter() - begin, "answer": dataclasses.asdict(answer)})
         elif path.is_file():
             answer = Answer(**json.loads(path.read_text())["answer"])

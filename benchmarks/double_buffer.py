@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trunkline.attention.kernels import resolve
-from trunkline.lanes.thread import ThreadLanes
-from trunkline.tiers.storage import Block, ScratchFile
+from trunkline.offload.lanes.thread import ThreadLanes
+from trunkline.offload.storage import Block, ScratchFile
 
 CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192)
 BUFFERS = (1, 2, 3)
@@ -72,10 +72,11 @@ def steps(setup: Setup, length: int, runs: int, folder: Path, tell: Callable[[st
     """Steps with each number of buffers, all within the budget that the largest number needs, and resident ones."""
     base, disk = build(setup, "fp32"), str(folder)
     needed = {
-        str(n): smallest_budget(base, length, chunk_size=setup.chunk_size, prefetch=n, disk=disk) for n in BUFFERS
+        str(n): smallest_budget(base, length, chunk_size=setup.chunk_size, prefetch=n, offload_dir=disk)
+        for n in BUFFERS
     }
     budget = max(needed.values())
-    variants = {name: {"prefetch": int(name), "device_budget": budget, "disk": disk} for name in needed}
+    variants = {name: {"prefetch": int(name), "device_budget": budget, "offload_dir": disk} for name in needed}
     return {
         "budget": budget,
         "smallest": needed,

@@ -33,11 +33,11 @@ def _trial(setup: Setup, length: int, settings: dict[str, Any]) -> dict[str, Any
     trunkline.stream(model, **settings)
     step(model, tokens(setup, 4 * settings["chunk_size"]))
     ids_BS = tokens(setup, length)
-    trunkline.read_meters(model)
+    trunkline.stats(model)
     idle = status("VmRSS")
     reset_peak()
     done = step(model, ids_BS, keep_grads=True)
-    meters = trunkline.read_meters(model)
+    meters = trunkline.stats(model)
     exposed = sum(traffic.exposed for traffic in meters.lanes.values())
     return {"peak": status("VmHWM") - idle, "seconds": done.seconds, "exposed": exposed, "tiers": meters.peaks,
             "moved": meters.moved}  # fmt: skip
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, 1_024, given.chunk_size, torch.get_num_threads(), hidden_size=given.hidden, heads=2,
                   kv_heads=1, head_dim=32, intermediate_size=2 * given.hidden)  # fmt: skip
-    settings = {"chunk_size": given.chunk_size, "device_budget": given.device_budget, "disk": given.disk,
-                "strategy": given.strategy}  # fmt: skip
+    settings = {"chunk_size": given.chunk_size, "device_budget": given.device_budget, "offload_dir": given.disk,
+                "attn_strategy": given.strategy}  # fmt: skip
     console = Console()
     table = Table(
         header_style="bold", title=f"{given.layers} layer, device_budget {given.device_budget}, the rest on disk"

@@ -1,4 +1,4 @@
-"""What each `keep` and `inputs_every` holds and costs: bytes a token against the formula, and seconds of a step.
+"""What each `keep` and `checkpoint_every` holds and costs: bytes a token against the formula, and seconds of a step.
 
 The bytes are those that the engine counts itself (stores on the device, at their peak), everything resident; the
 formula is that of docs/how-it-works.md. Seconds are medians of alternating rounds, shown as ratios to the default.
@@ -60,13 +60,13 @@ def measure(setup: Setup, choices: Sequence[Choice], length: int, runs: int, tel
     """Peak bytes a token, and seconds of every round."""
     ids_BS = tokens(setup, length)
     base = build(setup, "fp32")
-    models = {c.name: prepare(base, c.keep, setup, inputs_every=c.every) for c in choices}
+    models = {c.name: prepare(base, c.keep, setup, checkpoint_every=c.every) for c in choices}
     peaks = {}
     for name, model in models.items():
         step(model, tokens(setup, 1_024))
-        trunkline.read_meters(model)
+        trunkline.stats(model)
         step(model, ids_BS)
-        peaks[name] = trunkline.read_meters(model).peaks["device"] / length
+        peaks[name] = trunkline.stats(model).peaks["device"] / length
         tell(f"{name}: {peaks[name] / 1024:.2f} KiB a token")
     steps = {name: (lambda model=model: step(model, ids_BS).seconds) for name, model in models.items()}
     return {"bytes_per_token": peaks, "seconds": alternate(steps, runs, tell) if runs else {}}
@@ -75,7 +75,15 @@ def measure(setup: Setup, choices: Sequence[Choice], length: int, runs: int, tel
 def table(setup: Setup, choices: Sequence[Choice], found: dict) -> Table:
     """All combinations, against the formula and the default."""
     drawn = Table(header_style="bold")
-    for column in ("keep", "inputs_every", "KiB a token", "formula", "measured / formula", "seconds", "time / default"):
+    for column in (
+        "keep",
+        "checkpoint_every",
+        "KiB a token",
+        "formula",
+        "measured / formula",
+        "seconds",
+        "time / default",
+    ):
         drawn.add_column(column, justify="left" if column == "keep" else "right")
     for choice in choices:
         measured, expected = found["bytes_per_token"][choice.name], choice.bytes_per_token(setup)
@@ -104,7 +112,7 @@ def draw(choices: Sequence[Choice], found: dict, path: Path, subtitle: str) -> N
         for choice, at in zip(points, zip(x, y, strict=True), strict=True):
             axes.annotate(str(choice.every), at, textcoords="offset points", xytext=(5, 5), fontsize=8)
     axes.set(xlabel="KiB a token, all stores at their peak", ylabel="time of a step / default")
-    axes.set_title(f"What is kept, and what it costs (numbers: inputs_every)\n{subtitle}", fontsize=10)
+    axes.set_title(f"What is kept, and what it costs (numbers: checkpoint_every)\n{subtitle}", fontsize=10)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()

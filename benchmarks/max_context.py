@@ -142,7 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, "auto", torch.get_num_threads(), heads=2, kv_heads=2)
     # Three tiles of the head at 640 tokens instead of five: each adds a gradient of the whole vocabulary.
-    settings = {"chunk_size": given.chunk_size, "device_budget": "48MiB", "disk": given.disk, "head_bytes": "112MiB"}
+    settings = {
+        "chunk_size": given.chunk_size,
+        "device_budget": "48MiB",
+        "offload_dir": given.disk,
+        "logits_budget": "112MiB",
+    }
     console = Console()
     tell: Callable[[str], None] = lambda text: console.print(text, style="dim")  # noqa: E731
     trials = Trials(setup, given.mib * _MIB, settings, tell)

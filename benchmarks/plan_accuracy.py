@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 import trunkline
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.sharding import Spread
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.survey import Survey
 
 _MIB = 2**20
@@ -60,17 +60,17 @@ class Setting:
 
 def settings_of(disk: str) -> list[Setting]:
     """What is compared."""
-    squeezed = {"chunk_size": 2_048, "disk": disk, "device_budget": "48MiB"}
+    squeezed = {"chunk_size": 2_048, "offload_dir": disk, "device_budget": "48MiB"}
     return [
         Setting("8K, chunk 1K", 8_192, settings={"chunk_size": 1_024}),
         Setting("8K, chunk 4K", 8_192, settings={"chunk_size": 4_096}),
         Setting("16K, chunk 2K", 16_384, settings={"chunk_size": 2_048}),
         Setting("16K, nothing kept", 16_384, settings={"chunk_size": 2_048, "keep": ()}),
         Setting("16K, attention and kv kept", 16_384, settings={"chunk_size": 2_048, "keep": ("attention", "kv")}),
-        Setting("16K, every second input", 16_384, settings={"chunk_size": 2_048, "inputs_every": 2}),
+        Setting("16K, every second input", 16_384, settings={"chunk_size": 2_048, "checkpoint_every": 2}),
         Setting("16K, bf16", 16_384, "bf16", settings={"chunk_size": 2_048}),
         Setting("16K, disk", 16_384, settings=squeezed),
-        Setting("16K, disk, streamed", 16_384, settings={**squeezed, "strategy": "streamed"}),
+        Setting("16K, disk, streamed", 16_384, settings={**squeezed, "attn_strategy": "streamed"}),
         Setting("32K, chunk 4K", 32_768, settings={"chunk_size": 4_096}),
         Setting("8K, sp 2", 8_192, ranks=2, settings={"chunk_size": 2_048}),
         Setting("16K, sp 2, nothing kept", 16_384, ranks=2, settings={"chunk_size": 2_048, "keep": ()}),
@@ -101,9 +101,9 @@ def serve(what: str, **task: Any) -> Any:
     if name not in _models:
         _models[name] = trunkline.stream(build(setup, setting.dtype), mesh=mesh, **setting.settings)
         _step(_models[name], tokens(setup, 2 * int(setting.settings["chunk_size"])))
-    trunkline.read_meters(_models[name])
+    trunkline.stats(_models[name])
     seconds = _step(_models[name], tokens(setup, setting.length))
-    meters = trunkline.read_meters(_models[name])
+    meters = trunkline.stats(_models[name])
     return {"seconds": seconds, "tiers": meters.peaks, "moved": {lane: t.moved for lane, t in meters.lanes.items()}}
 
 
@@ -133,9 +133,9 @@ def _memory(setup: Setup, setting: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(setup: Setup, setting: Setting, hardware: Hardware) -> dict[str, Any]:
     """What a rehearsal says of a step."""
-    found = rehearse(
+    found = estimate(
         build(setup, setting.dtype), setting.length, device="cpu", hardware=hardware,
-        degrees=Degrees(sp=setting.ranks), spread=Spread(zero=0), **setting.settings,
+        parallel_dims=ParallelDims(sp=setting.ranks), sharding_spec=ShardingSpec(zero=0), **setting.settings,
     )  # fmt: skip
     assert found.step is not None
     device = sum(nbytes for part, nbytes in found.memory["device"].items() if part != "parameters")

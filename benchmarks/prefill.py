@@ -128,12 +128,12 @@ def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, 
     hidden = setup.hidden_size * chunk_size * DTYPES[dtype].itemsize
     live = kv_bytes(setup, length, dtype) // setup.layers
     budget = live + 8 * (chunk + hidden) + kv_bytes(setup, 1_024, dtype)
-    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=disk)
+    trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, offload_dir=disk)
     cache = trunkline.prefill(model, ids)
-    trunkline.read_meters(model)
+    trunkline.stats(model)
     torch.set_num_threads(max(setup.threads - 1, 1))
     trunkline.prefill(model, ids[:, :1], cache=cache)  # code is loaded
-    on_disk = trunkline.read_meters(model).lanes["fetch"].moved
+    on_disk = trunkline.stats(model).lanes["fetch"].moved
     seconds, sequential, shares, scratch = list[float](), list[float](), list[float](), _scratch(disk)
     plain = tempfile.NamedTemporaryFile(dir=disk, buffering=0)  # noqa: SIM115 - until the end
     for _ in range(-(-on_disk // (64 * _MIB))):
@@ -145,7 +145,7 @@ def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, 
         trunkline.prefill(model, ids[:, at : at + 1], cache=cache)
         seconds.append(time.perf_counter() - begin)
         shares.append(on_disk / seconds[-1] / sequential[-1])
-    fetch = trunkline.read_meters(model).lanes["fetch"]
+    fetch = trunkline.stats(model).lanes["fetch"]
     return {
         "on_disk": on_disk, "kv": kv_bytes(setup, length, dtype), "seconds": seconds, "sequential": sequential,
         "shares": shares, "share": median(shares), "exposed_share": fetch.exposed / sum(seconds),

@@ -40,32 +40,34 @@ _models: dict[str, nn.Module] = {}
 _meshes: dict[str, DeviceMesh] = {}
 
 
-def _model(setup: dict[str, Any], degrees: dict[str, int], chunk_size: int) -> nn.Module:
+def _model(setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int) -> nn.Module:
     """A model over a mesh of this job, made once."""
-    key = repr((setup, degrees))
+    key = repr((setup, parallel_dims))
     if key not in _models:
         _models.clear()
         model = build(Setup(**setup), "fp32")
-        if degrees:
-            _meshes[key] = trunkline.init_mesh(**degrees, device_type="cpu")
+        if parallel_dims:
+            _meshes[key] = trunkline.init_mesh(**parallel_dims, device_type="cpu")
             trunkline.shard(model, _meshes[key])
         _models[key] = model
     return trunkline.stream(_models[key], chunk_size=chunk_size, mesh=_meshes.get(key))
 
 
-def serve(what: str, setup: dict[str, Any], degrees: dict[str, int], chunk_size: int, length: int) -> dict[str, Any]:
+def serve(
+    what: str, setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int, length: int
+) -> dict[str, Any]:
     """Do a task on this rank."""
-    model = _model(setup, degrees, chunk_size)
+    model = _model(setup, parallel_dims, chunk_size)
     if what == "warm up":
         model.zero_grad()
-    replica = 0 if not degrees else _meshes[repr((setup, degrees))]["dp"].get_local_rank()
+    replica = 0 if not parallel_dims else _meshes[repr((setup, parallel_dims))]["dp"].get_local_rank()
     ids_BS = tokens(Setup(**setup), length).roll(replica, 1)
-    trunkline.read_meters(model)
+    trunkline.stats(model)
     reset_peak()
     resident, start = status("VmRSS"), time.perf_counter()
     model(input_ids=ids_BS, labels=ids_BS).loss.backward()
     seconds, peak = time.perf_counter() - start, status("VmHWM") - resident
-    meters = trunkline.read_meters(model)
+    meters = trunkline.stats(model)
     comm = meters.lanes.get("comm")
     answer: dict[str, Any] = {
         "seconds": seconds, "peak": peak, "stores": meters.peaks["device"],
@@ -88,13 +90,18 @@ def _bytes(tensors: Any) -> int:
 def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[str, Any]:
     """What a rank holds on each mesh."""
     found: dict[str, Any] = {}
-    for name, degrees in MESHES.items():
+    for name, parallel_dims in MESHES.items():
         world = 1
-        for degree in degrees.values():
+        for degree in parallel_dims.values():
             world *= degree
         job = Job(world, 1, serve)
-        answers = job.do(what="bytes", setup=dataclasses.asdict(setup), degrees=degrees, chunk_size=chunk_size,
-                         length=length)  # fmt: skip
+        answers = job.do(
+            what="bytes",
+            setup=dataclasses.asdict(setup),
+            parallel_dims=parallel_dims,
+            chunk_size=chunk_size,
+            length=length,
+        )
         job.close()
         found[name] = {part: max(each[part] for each in answers) for part in ("stores", "parameters", "optimizer")}
     table = Table(header_style="bold", title=f"bytes of one rank, {length:,} tokens (ratio to one process)")
@@ -114,8 +121,8 @@ def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Consol
     last: dict[str, list[dict[str, Any]]] = {}
 
     def once(name: str, tokens: int = length) -> float:
-        job, degrees = jobs[name]
-        last[name] = job.do(what="step", degrees=degrees, length=tokens, **task)
+        job, parallel_dims = jobs[name]
+        last[name] = job.do(what="step", parallel_dims=parallel_dims, length=tokens, **task)
         return max(each["seconds"] for each in last[name])
 
     for name in jobs:

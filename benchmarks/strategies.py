@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     everything: dict[str, Any] = {}
     for length in given.lengths:
         base, disk = build(setup, "fp32"), str(given.disk)
-        common = {"chunk_size": given.chunk_size, "disk": disk}
-        budget = max(smallest_budget(base, length, strategy=strategy, **common) for strategy in STRATEGIES)
-        variants = {name: {"strategy": name, "device_budget": budget, "disk": disk} for name in STRATEGIES}
+        common = {"chunk_size": given.chunk_size, "offload_dir": disk}
+        budget = max(smallest_budget(base, length, attn_strategy=strategy, **common) for strategy in STRATEGIES)
+        variants = {name: {"attn_strategy": name, "device_budget": budget, "offload_dir": disk} for name in STRATEGIES}
         found = measure_steps(setup, base, length, given.runs, {RESIDENT: {}, **variants},
                               lambda text: console.print(text, style="dim"))  # fmt: skip
         everything[str(length)] = {"budget": budget, **found}

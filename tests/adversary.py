@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trunkline.lanes import LANES, LaneName, Lanes, Move, Traffic, flat_bytes
-from trunkline.tiers.account import TierName
-from trunkline.tiers.ranges import Ranges
-from trunkline.tiers.storage import Block, HostSlab, Storage
+from trunkline.offload.allocator import RangeAllocator
+from trunkline.offload.lanes.base import LANES, LaneName, Lanes, LaneTraffic, Move, flat_bytes
+from trunkline.offload.storage import HostSlab, Storage, StorageBlock
+from trunkline.units import TierName
 
 POISON = 0xFF  # every floating dtype made of such bytes is NaN
 
@@ -25,7 +25,7 @@ POISON = 0xFF  # every floating dtype made of such bytes is NaN
 @dataclass(eq=False)
 class Waiting:
     tensor: weakref.ref[Tensor]
-    block: Block
+    block: StorageBlock
     nbytes: int
     after: Waiting | None
     done: bool = False
@@ -33,7 +33,7 @@ class Waiting:
 
 class AdversaryLanes:
     def __init__(self, seed: int) -> None:
-        self.traffic: dict[LaneName, Traffic] = {lane: Traffic() for lane in LANES}
+        self.traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
         self._random = random.Random(seed)
         self._eager = 0.95 * self._random.random()  # how much is done before it must be
         self._queues: dict[LaneName, deque[Waiting]] = {lane: deque() for lane in LANES}
@@ -42,14 +42,14 @@ class AdversaryLanes:
     def prepare(self, nbytes: int) -> None:
         pass
 
-    def stash(self, x: Tensor, block: Block) -> Move:
+    def stash(self, x: Tensor, block: StorageBlock) -> Move:
         return self._submit("stash", x, block, None)
 
-    def fetch(self, block: Block, into: Tensor, after: Move) -> Move:
+    def fetch(self, block: StorageBlock, into: Tensor, after: Move) -> Move:
         flat_bytes(into).fill_(POISON)
         return self._submit("fetch", into, block, after.handle)
 
-    def _submit(self, lane: LaneName, x: Tensor, block: Block, after: Waiting | None) -> Move:
+    def _submit(self, lane: LaneName, x: Tensor, block: StorageBlock, after: Waiting | None) -> Move:
         waiting = Waiting(weakref.ref(x), block, x.nbytes, after)
         self._queues[lane].append(waiting)
         self.traffic[lane].moved += x.nbytes
@@ -110,7 +110,7 @@ class AdversaryBackend:
         return slab
 
 
-class PoisonedRanges(Ranges):
+class PoisonedRanges(RangeAllocator):
     """What a run gives back is full of NaN again."""
 
     def __init__(self, slab: HostSlab) -> None:

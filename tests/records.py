@@ -1,6 +1,6 @@
 """A step of which every figure is known, and a line of a run's metrics."""
 
-from trunkline.timeline import Phase, Timeline
+from trunkline.report.timeline import Phase, Timeline
 from trunkline.train.metrics import StepMetrics
 
 GIB = 1024**3

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import trunkline
-from trunkline.cache.streamed import StreamedCache
+from trunkline.kv_cache.cache import StreamedCache
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -25,7 +25,7 @@ def own_logits(model: Any, ids: Tensor, **given: Any) -> Tensor:
 def settings_of(tmp_path: Path, place: str) -> dict[str, Any]:
     """With which keys and values rest on the device, in part there, or on disk."""
     budgets = {"device": None, "some": 600_000, "disk": 420_000}
-    return {} if budgets[place] is None else {"device_budget": budgets[place], "disk": tmp_path}
+    return {} if budgets[place] is None else {"device_budget": budgets[place], "offload_dir": tmp_path}
 
 
 def step_through(cache: StreamedCache, model: Any, ids: Tensor, expected: Tensor, stops: list[int], tol: float) -> None:

@@ -77,9 +77,9 @@ def test_greedy_generation_is_transformers_own(
     model.eval()
     expected = model.generate(text[:, :length], **how)
     token = 30 * 2 * 3 * 64 * 4  # bytes of keys and values: layers, both, heads, head dim, fp32
-    places = [{}, {"device_budget": 256 * token + 2**25, "disk": tmp_path}]
+    places = [{}, {"device_budget": 256 * token + 2**25, "offload_dir": tmp_path}]
     if length > 1_000:
-        places.append({"device_budget": 256 * token + 2**25 + length * token // 2, "disk": tmp_path})
+        places.append({"device_budget": 256 * token + 2**25 + length * token // 2, "offload_dir": tmp_path})
     for place in places:
         for chunk_size in (512, 1_000, 4_096) if not place else (512, 1_000):
             trunkline.stream(model, chunk_size=chunk_size, **place)
@@ -88,7 +88,7 @@ def test_greedy_generation_is_transformers_own(
             cache = trunkline.prefill(model, text[:, :length])
             behind = trunkline.generate(model, cache=cache, **how)
             assert behind.tolist() == expected[:, length:].tolist(), (place, chunk_size)
-            meters = trunkline.read_meters(model)
+            meters = trunkline.stats(model)
             assert (meters.peaks["disk"] > 0) == (bool(place) and length > 1_000)
             trunkline.unstream(model)
     model.train()

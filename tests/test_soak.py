@@ -25,6 +25,6 @@ def test_memory_does_not_grow_at_fixed_budgets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["auto", "head_groups", "streamed"])  # one each, so that they share the cores
 @settings(max_examples=700, deadline=None)
-@given(**{name: values for name, values in ANYTHING.items() if name != "strategy"})
+@given(**{name: values for name, values in ANYTHING.items() if name != "attn_strategy"})
 def test_many_seeds_of_the_adversary(strategy: str, **choice: Any) -> None:
-    check_any_budget(strategy=strategy, **choice)
+    check_any_budget(attn_strategy=strategy, **choice)

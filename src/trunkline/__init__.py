@@ -6,45 +6,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trunkline.cache.streamed import StreamedCache
+    from trunkline.api import stats, stream, unstream
     from trunkline.config import Progress, StreamConfig
+    from trunkline.distributed.failure import RankError
+    from trunkline.distributed.fsdp import no_sync, shard
+    from trunkline.distributed.grad_norm import clip_grad_norm_
+    from trunkline.distributed.mesh import ParallelDims, init_mesh
+    from trunkline.generation.cache_io import load_cache, save_cache
     from trunkline.generation.prefill import generate, prefill
-    from trunkline.generation.saving import load_cache, save_cache
-    from trunkline.parallel.alarm import RankError
-    from trunkline.parallel.mesh import init_mesh
-    from trunkline.parallel.norm import clip_grad_norm_
-    from trunkline.parallel.sharding import no_sync, shard
-    from trunkline.plan.rehearsal import rehearse
-    from trunkline.plan.results import Rehearsal
-    from trunkline.streaming import read_meters, stream, unstream
-    from trunkline.tiers.meters import Meters
+    from trunkline.kv_cache.cache import StreamedCache
+    from trunkline.offload.stats import Stats
+    from trunkline.plan.estimate import estimate
+    from trunkline.plan.results import Estimate
 
 __version__ = "0.1.0"
 __all__ = [
-    "Meters", "Progress", "RankError", "Rehearsal", "StreamConfig", "StreamedCache", "clip_grad_norm_", "generate",
-    "init_mesh", "load_cache", "no_sync", "prefill", "read_meters", "rehearse", "save_cache", "shard", "stream",
+    "Estimate", "ParallelDims", "Progress", "RankError", "Stats", "StreamConfig", "StreamedCache", "clip_grad_norm_",
+    "estimate", "generate", "init_mesh", "load_cache", "no_sync", "prefill", "save_cache", "shard", "stats", "stream",
     "unstream",
 ]  # fmt: skip
 
 _HOME = {
-    "Meters": "trunkline.tiers.meters",
+    "Estimate": "trunkline.plan.results",
+    "ParallelDims": "trunkline.distributed.mesh",
     "Progress": "trunkline.config",
-    "RankError": "trunkline.parallel.alarm",
-    "Rehearsal": "trunkline.plan.results",
+    "RankError": "trunkline.distributed.failure",
+    "Stats": "trunkline.offload.stats",
     "StreamConfig": "trunkline.config",
-    "StreamedCache": "trunkline.cache.streamed",
-    "clip_grad_norm_": "trunkline.parallel.norm",
+    "StreamedCache": "trunkline.kv_cache.cache",
+    "clip_grad_norm_": "trunkline.distributed.grad_norm",
+    "estimate": "trunkline.plan.estimate",
     "generate": "trunkline.generation.prefill",
-    "init_mesh": "trunkline.parallel.mesh",
-    "load_cache": "trunkline.generation.saving",
-    "no_sync": "trunkline.parallel.sharding",
+    "init_mesh": "trunkline.distributed.mesh",
+    "load_cache": "trunkline.generation.cache_io",
+    "no_sync": "trunkline.distributed.fsdp",
     "prefill": "trunkline.generation.prefill",
-    "read_meters": "trunkline.streaming",
-    "rehearse": "trunkline.plan.rehearsal",
-    "save_cache": "trunkline.generation.saving",
-    "shard": "trunkline.parallel.sharding",
-    "stream": "trunkline.streaming",
-    "unstream": "trunkline.streaming",
+    "save_cache": "trunkline.generation.cache_io",
+    "shard": "trunkline.distributed.fsdp",
+    "stats": "trunkline.api",
+    "stream": "trunkline.api",
+    "unstream": "trunkline.api",
 }
 
 

@@ -1,32 +1,43 @@
-"""What a user sets, and what a user is told while it runs."""
+"""Settings of `trunkline.stream`: each is declared once, here.
+
+`StreamConfig` is the declaration: each field has a name, a type, a default, and a `Setting` with group, unit and help.
+The recipe's schema, the command line's help and the table in docs/settings.md are made from it. `StreamSettings` has the
+same names and types for editors, which complete keyword arguments from a TypedDict; a test compares the two.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 import torch
 
-from trunkline.attention import kernels
-from trunkline.tiers.account import parse_bytes
+from trunkline.units import parse_bytes
 
 KEEPABLE = ("attention", "kv")
-STRATEGIES = ("auto", "resident", "head_groups", "streamed")
+ATTN_KERNELS = ("auto", "cpu_flash", "cuda_flash", "math")
+
+ChunkSize = int | Literal["auto"]
+AttnKernel = Literal["auto", "cpu_flash", "cuda_flash", "math"]
+AttnStrategy = Literal["auto", "resident", "head_groups", "streamed"]
+Bytes = int | str  # "24GiB" is 1024-based, "24GB" 1000-based
+Group = Literal["streaming", "memory", "ranks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a step is: the chunk whose work is issued next.
+    """Position of a step: the chunk whose work is issued next.
 
     Attributes:
         part: `embed`, `forward`, `head` or `backward`.
-        layer: the decoder layer, counted from 0; -1 in `embed` and `head`, and in `backward` for the embedding's turn.
+        layer: decoder layer, counted from 0; -1 in `embed` and `head`, and in `backward` for the embedding.
         num_layers: decoder layers of the model.
-        chunk: the chunk, counted from 0 (in `head`: the tile).
-        num_chunks: how many there are.
+        chunk: chunk, counted from 0; in `head` the tile.
+        num_chunks: number of chunks, or of tiles.
     """
 
     part: Literal["embed", "forward", "head", "backward"]
@@ -36,86 +47,182 @@ class Progress:
     num_chunks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamConfig:
-    """Settings of `trunkline.stream`.
+ProgressCallback = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Declaration of a setting, beside its name, type and default.
 
     Attributes:
-        chunk_size: tokens of the *global* sequence in a chunk; any positive number. `auto` is 4,096 on a CPU and
-            16,384 on an accelerator.
-        keep: what stays between forward and backward, out of `attention` (output and log-sum-exp of every layer, so
-            that backward never computes attention again) and `kv` (keys and values, so that backward needs no pass to
-            compute them again). Empty: least memory.
-        head_bytes: most bytes that logits, and what is computed from them, take at once; the head runs in tiles. `auto`
-            is 64 MiB, but room for 1,024 tokens at least on an accelerator, where reading the unembedding for each tile
-            would otherwise take longer than computing with it.
-        kernel: attention kernel, `auto` or one of `cpu_flash`, `cuda_flash`, `math`.
-        strategy: how attention goes where not all fits: `resident` (keys, values and their gradients of a layer stay on
-            the device), `head_groups` (those of a few heads at a time do), `streamed` (chunk by chunk), or `auto`: the
-            first of these that the device_budget has room for.
-        inputs_every: only the input of every N-th layer stays; those between are computed again before their backward.
-        device_budget: most bytes that these stores may take on the device, with what is on its way; None is no limit.
-            Numbers of bytes may have units: "24GiB" (1024-based), "24GB" (1000-based).
-        host_budget: most bytes in host memory, for what the device has no room for; None is none. On a CPU both
-            budgets speak of the same memory, and add up.
-        disk: folder for a scratch file, for what the host has no room for; None is none.
-        disk_budget: most bytes in that file; None is what is free on its disk.
-        prefetch: tensors of one store on the device at a time, the one in use and those on their way: 1 turns double
-            buffering off. Where it is more than 1, decoded tokens have up to 8 if the device_budget has room for them.
-        compile: compile the layers with torch.compile, all but their attention, which is a kernel's anyway. Layers
-            that are alike are compiled once, and chunks of other lengths once more.
-        progress: called with a `Progress` before each chunk's work is issued; it does not call the model. None calls
-            nobody.
+        group: `streaming` (how a step runs), `memory` (where tensors rest) or `ranks` (who shares the work).
+        help: one sentence for users, without a full stop.
+        unit: `tokens`, `bytes`, `layers`, …; empty where it has none.
+        in_recipe: whether a recipe and the command line have it, too; a function or a mesh cannot be written there.
     """
 
-    chunk_size: int | Literal["auto"] = "auto"
-    keep: frozenset[str] = frozenset({"attention"})
-    head_bytes: int | str = "auto"
-    kernel: str = "auto"
-    strategy: Literal["auto", "resident", "head_groups", "streamed"] = "auto"
-    inputs_every: int = 1
-    device_budget: int | str | None = None
-    host_budget: int | str | None = None
-    disk: str | Path | None = None
-    disk_budget: int | str | None = None
-    prefetch: int = 2
-    compile: bool = False
-    progress: Callable[[Progress], None] | None = dataclasses.field(default=None, compare=False)
+    group: Group
+    help: str
+    unit: str = ""
+    in_recipe: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A declared setting with its name, type and default; see `declared_settings`."""
+
+    name: str
+    type: Any
+    default: Any
+    setting: Setting
+
+
+class StreamSettings(TypedDict, total=False):
+    """Keyword arguments of `trunkline.stream`; `StreamConfig` says what each means."""
+
+    chunk_size: ChunkSize
+    keep: Iterable[str]
+    checkpoint_every: int
+    attn_kernel: AttnKernel
+    attn_strategy: AttnStrategy
+    logits_budget: Bytes
+    compile: bool
+    progress: ProgressCallback | None
+    device_budget: Bytes | None
+    host_budget: Bytes | None
+    offload_dir: str | Path | None
+    disk_budget: Bytes | None
+    prefetch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """Settings of `trunkline.stream`; docs/settings.md has them as a table.
+
+    Raises:
+        ValueError: a setting is out of range, or has no effect beside the others; the text names it and the fix.
+    """
+
+    chunk_size: Annotated[
+        ChunkSize,
+        Setting(
+            "streaming",
+            "tokens of the whole sequence that go through a layer at a time; auto is 4,096 on a CPU and 16,384 on an "
+            "accelerator",
+            "tokens",
+        ),
+    ] = "auto"
+    keep: Annotated[
+        Collection[str],
+        Setting(
+            "streaming",
+            "activations kept between forward and backward: attention (backward does not compute attention again), kv "
+            "(nor project keys and values again), both, or none, which takes the least memory",
+        ),
+    ] = ("attention",)
+    checkpoint_every: Annotated[
+        int,
+        Setting(
+            "streaming", "keep the input of every N-th layer only, and recompute the inputs between them", "layers"
+        ),
+    ] = 1
+    attn_kernel: Annotated[
+        AttnKernel,
+        Setting("streaming", "attention kernel: auto takes the fastest that supports the model on the device"),
+    ] = "auto"
+    attn_strategy: Annotated[
+        AttnStrategy,
+        Setting(
+            "streaming",
+            "attention where a layer does not fit in device_budget: keep keys, values and their gradients resident, "
+            "go through groups of heads, or stream chunk by chunk; auto takes the first that fits",
+        ),
+    ] = "auto"
+    logits_budget: Annotated[
+        Bytes,
+        Setting(
+            "streaming",
+            "most bytes of logits, and of what is computed from them, at a time; auto is 64 MiB, on an accelerator at "
+            "least 1,024 tokens",
+            "bytes",
+        ),
+    ] = "auto"
+    compile: Annotated[bool, Setting("streaming", "compile the layers with torch.compile, all but their attention")] = (
+        False
+    )
+    progress: Annotated[
+        ProgressCallback | None,
+        Setting(
+            "streaming", "function called with a Progress before the work of each chunk is issued", in_recipe=False
+        ),
+    ] = dataclasses.field(default=None, compare=False)
+    device_budget: Annotated[
+        Bytes | None,
+        Setting(
+            "memory",
+            "most bytes of kept activations on the device, moves under way included; the rest is offloaded; null is no "
+            "limit",
+            "bytes",
+        ),
+    ] = None
+    host_budget: Annotated[
+        Bytes | None,
+        Setting(
+            "memory",
+            "most bytes offloaded to host memory; null is none; on a CPU it adds to device_budget, which is the same "
+            "memory",
+            "bytes",
+        ),
+    ] = None
+    offload_dir: Annotated[
+        str | Path | None,
+        Setting("memory", "folder for a scratch file that takes what does not fit in host memory; null is none"),
+    ] = None
+    disk_budget: Annotated[
+        Bytes | None,
+        Setting("memory", "most bytes in the scratch file; null is what is free on its disk", "bytes"),
+    ] = None
+    prefetch: Annotated[
+        int,
+        Setting(
+            "memory",
+            "chunks of an offloaded tensor on the device at a time, in use or on the way (up to 8 in decoding, where "
+            "they fit); 1 turns double buffering off",
+            "chunks",
+        ),
+    ] = 2
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant.
-
-        Raises:
-            ValueError: a setting is out of range; the text names it and what it takes.
-        """
+        """Check the settings, each alone and then together."""
         size = self.chunk_size
         if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"chunk_size={size!r}: give a positive whole number of tokens, or 'auto'.")
-        if self.head_bytes != "auto" and not self.head_limit:
-            raise ValueError(f"head_bytes={self.head_bytes!r}: give a positive number of bytes, or 'auto'.")
+        if self.logits_budget != "auto" and not self.logits_bytes:
+            raise ValueError(f"logits_budget={self.logits_budget!r}: give a positive number of bytes, or 'auto'.")
         object.__setattr__(self, "keep", keepable(self.keep))
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r}: choose one of {', '.join(STRATEGIES)}.")
-        if self.strategy in ("head_groups", "streamed") and self.device_budget is None:
-            raise ValueError(f"strategy={self.strategy!r} has no effect without a device_budget: set one.")
-        for name in ("inputs_every", "prefetch"):
+        for name, choices in (("attn_kernel", ATTN_KERNELS), ("attn_strategy", get_args(AttnStrategy))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}.")
+        if self.attn_strategy in ("head_groups", "streamed") and self.device_budget is None:
+            raise ValueError(f"attn_strategy={self.attn_strategy!r} has no effect without a device_budget: set one.")
+        for name in ("checkpoint_every", "prefetch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a positive whole number.")
         for name in ("device_budget", "host_budget", "disk_budget"):
             object.__setattr__(self, name, parse_bytes(name, getattr(self, name)))
-        if self.disk is not None and self.device_budget is None and self.host_budget is None:
+        if self.offload_dir is not None and self.device_budget is None and self.host_budget is None:
             raise ValueError(
-                "disk has no effect without a device_budget, beyond which chunks leave the device: set one."
+                "offload_dir has no effect without a device_budget, beyond which chunks are offloaded: set one."
             )
-        if self.disk_budget is not None and self.disk is None:
-            raise ValueError("disk_budget has no effect without disk: set disk to a folder for the scratch file.")
-        if self.disk is not None and (not isinstance(self.disk, str | Path) or not str(self.disk)):
-            raise ValueError(f"disk={self.disk!r}: give the path of a folder.")
-        if self.disk is not None and not Path(self.disk).is_dir():
-            raise ValueError(f"disk={str(self.disk)!r} is not a folder: make it, or give another.")
-        if self.kernel not in kernels.NAMES:
-            raise ValueError(f"kernel={self.kernel!r}: choose one of {', '.join(kernels.NAMES)}.")
+        if self.disk_budget is not None and self.offload_dir is None:
+            raise ValueError(
+                "disk_budget has no effect without offload_dir: set offload_dir to a folder for the scratch file."
+            )
+        if self.offload_dir is not None and (not isinstance(self.offload_dir, str | Path) or not str(self.offload_dir)):
+            raise ValueError(f"offload_dir={self.offload_dir!r}: give the path of a folder.")
+        if self.offload_dir is not None and not Path(self.offload_dir).is_dir():
+            raise ValueError(f"offload_dir={str(self.offload_dir)!r} is not a folder: create it, or give another.")
         if not isinstance(self.compile, bool):
             raise ValueError(f"compile={self.compile!r}: give True or False.")
         if self.progress is not None and not callable(self.progress):
@@ -123,41 +230,67 @@ class StreamConfig:
 
     @property
     def decisive(self) -> tuple[object, ...]:
-        """All settings that ranks which work together must have alike."""
-        own = ("keep", "disk", "progress")
+        """Settings that must be equal on all ranks of a job."""
+        own = ("keep", "offload_dir", "progress")
         fields = [f.name for f in dataclasses.fields(self) if f.name not in own]
-        return (sorted(self.keep), self.disk is None, *(getattr(self, name) for name in fields))
+        return (sorted(self.keep), self.offload_dir is None, *(getattr(self, name) for name in fields))
 
     @property
-    def head_limit(self) -> int | None:
-        """Most bytes that a tile of the head takes; None for what is best on the device."""
-        return None if self.head_bytes == "auto" else parse_bytes("head_bytes", self.head_bytes)
+    def logits_bytes(self) -> int | None:
+        """Most bytes of a tile of the loss; None chooses by device."""
+        return None if self.logits_budget == "auto" else parse_bytes("logits_budget", self.logits_budget)
 
     @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:
-        """Bytes of device, host and disk."""
+        """Budgets of device, host and disk in bytes."""
         device, host, disk = (
             parse_bytes(name, getattr(self, name)) for name in ("device_budget", "host_budget", "disk_budget")
         )
         return device, host, disk
 
     def on(self, device: torch.device) -> StreamConfig:
-        """These settings as they turn out on a device, for tensors that are elsewhere."""
-        kernel = "cpu_flash" if self.kernel == "auto" and device.type == "cpu" else self.kernel
-        return dataclasses.replace(self, chunk_size=self.chunk_tokens(device), kernel=kernel)
+        """Resolve `auto` for a device, where tensors will be elsewhere (on `meta`)."""
+        kernel = "cpu_flash" if self.attn_kernel == "auto" and device.type == "cpu" else self.attn_kernel
+        return dataclasses.replace(self, chunk_size=self.chunk_tokens(device), attn_kernel=kernel)
 
     def chunk_tokens(self, device: torch.device) -> int:
-        """Tokens in a chunk on this device."""
+        """Tokens in a chunk on a device."""
         if self.chunk_size == "auto":
             return 4_096 if device.type == "cpu" else 16_384
         return self.chunk_size
 
 
-def keepable(keep: Iterable[str] | str) -> frozenset[str]:
-    """The set that `keep` names.
+def resolve_config(config: StreamConfig | None, settings: StreamSettings | dict[str, Any]) -> StreamConfig:
+    """Build a config from a `StreamConfig`, its fields as keywords, or both: keywords replace fields.
 
     Raises:
-        ValueError: it names something else.
+        ValueError: `config` is something else, or a name is no setting; the text has the nearest name.
+    """
+    if config is not None and not isinstance(config, StreamConfig):
+        raise ValueError(f"config={config!r}: give a StreamConfig, or its fields as keyword arguments.")
+    known = [field.name for field in dataclasses.fields(StreamConfig)]
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ValueError(
+                f"{name} is not a setting of stream(): {f'did you mean {near[0]}?' if near else 'leave it out.'}"
+            )
+    return StreamConfig(**settings) if config is None else dataclasses.replace(config, **settings)
+
+
+def declared_settings() -> Iterator[Declared]:
+    """Yield the settings of `StreamConfig` in the order of their declaration."""
+    hints = get_type_hints(StreamConfig, include_extras=True)
+    for field in dataclasses.fields(StreamConfig):
+        kind, setting = get_args(hints[field.name])
+        yield Declared(field.name, kind, field.default, setting)
+
+
+def keepable(keep: Iterable[str] | str) -> frozenset[str]:
+    """Check a value of `keep`.
+
+    Raises:
+        ValueError: it names something that cannot be kept.
     """
     if not isinstance(keep, Iterable):
         raise ValueError(f"keep={keep!r}: give names out of {list(KEEPABLE)}, () for none.")

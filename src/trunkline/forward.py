@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from trunkline import documents, engine, inputs, support
-from trunkline.cache import reading
-from trunkline.cache.extend import New, extend
-from trunkline.cache.streamed import StreamedCache
-from trunkline.compilation import is_under_compile
-from trunkline.conditions import Conditions, draw_seed
 from trunkline.config import StreamConfig
-from trunkline.decoder import Batch
-from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.ranks import Agreement, Ranks
-from trunkline.run import Run
-from trunkline.tiers.machines import tiers_for
-from trunkline.tiers.stores import Tiers
+from trunkline.engine import documents, sweeps
+from trunkline.engine.batch import Batch
+from trunkline.engine.ranks import Agreement, Ranks
+from trunkline.engine.replay import ReplayContext, draw_seed
+from trunkline.engine.step import StepState
+from trunkline.hf import inputs, probe
+from trunkline.hf.compile import is_under_compile
+from trunkline.hf.decoder import HuggingFaceDecoder
+from trunkline.kv_cache import cache_inputs
+from trunkline.kv_cache.cache import StreamedCache
+from trunkline.kv_cache.extend import NewTokens, extend
+from trunkline.offload.backends import tiers_for
+from trunkline.offload.stores import Tiers
 
-_CACHE_FIELD = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in reading.NAMES)
+_CACHE_FIELD = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in cache_inputs.NAMES)
 
 
 class StreamedForward:
@@ -91,7 +92,7 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        cache = reading.taken(given, type(model).__name__, self.new_cache)
+        cache = cache_inputs.taken(given, type(model).__name__, self.new_cache)
         if cache is not None:
             return self.extend(given, cache, again=True)
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -101,9 +102,9 @@ class StreamedForward:
         logits: Tensor | None = None
         with self._run(given) as (run, differentiate, wanted):
             if run.batch.targets is not None:
-                loss = engine.loss(run, differentiate=differentiate)
+                loss = sweeps.loss(run, differentiate=differentiate)
             else:
-                logits = engine.last_logits(run, wanted.logits_to_keep)
+                logits = sweeps.last_logits(run, wanted.logits_to_keep)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         return output if wanted.return_dict else output.to_tuple()
 
@@ -119,10 +120,10 @@ class StreamedForward:
             no label.
         """
         with self._run(given) as (run, _, _):
-            return engine.scores(run)
+            return sweeps.scores(run)
 
     @contextlib.contextmanager
-    def _run(self, given: dict[str, Any]) -> Iterator[tuple[Run, bool, inputs.Wanted]]:
+    def _run(self, given: dict[str, Any]) -> Iterator[tuple[StepState, bool, inputs.ForwardInputs]]:
         """All layers of a forward: the run, whether it can be differentiated, and what was asked for."""
         wanted, agreement = self._begin(given)
         batch = wanted.batch
@@ -130,22 +131,22 @@ class StreamedForward:
             batch = replace(batch, divisor=agreement.num_targets)
         if not self._verified and self.decoder.device.type != "meta":
             self._verify()
-        conditions = Conditions(self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        conditions = ReplayContext(self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
-            support.check_length(self.decoder, batch.last_position)
-            reaches = support.reaches(self.decoder)
-            run, differentiate = engine.begin(
+            probe.check_length(self.decoder, batch.last_position)
+            reaches = probe.reaches(self.decoder)
+            run, differentiate = sweeps.begin(
                 self.decoder, self.config, batch, conditions, self.tiers, self.ranks, reaches
             )
-            engine.forward(run, differentiate=differentiate)
+            sweeps.forward(run, differentiate=differentiate)
             yield run, differentiate, wanted
 
     def extend(self, given: dict[str, Any], cache: StreamedCache | None, *, again: bool = False) -> Any:
         """A forward without labels whose keys and values stay: those of new tokens, over what a cache has.
 
         Args:
-            given: arguments by name, without the cache; see `trunkline.cache.reading`.
+            given: arguments by name, without the cache; see `trunkline.kv_cache.cache_inputs`.
             cache: of this model, which goes on; None for a new one.
             again: the tokens of the cache, and no others, ask for the logits of its last.
 
@@ -175,7 +176,7 @@ class StreamedForward:
 
     def _extended(self, given: dict[str, Any], cache: StreamedCache, *, again: bool) -> Tensor:
         model, tiers = self.decoder.model, self.tiers
-        found: list[New] = []
+        found: list[NewTokens] = []
 
         def read() -> tuple[Batch, str]:
             nonlocal given
@@ -184,7 +185,7 @@ class StreamedForward:
             if not cache.belongs_to(tiers):
                 raise ValueError("this cache is another model's, or of other settings of stream(): prefill it anew.")
             given = _with_something_new(given, cache) if again else given
-            found.append(reading.read(given, type(model).__name__, self._num_words, cache))
+            found.append(cache_inputs.read(given, type(model).__name__, self._num_words, cache))
             self._check_device(found[0].batch.input_ids_BS)
             kind = ("cache", cache.length, found[0].logits_to_keep, self.config.decisive)
             return found[0].batch, repr(kind)
@@ -192,10 +193,10 @@ class StreamedForward:
         _, agreement = self.ranks.begin(read, 0)  # nothing is drawn: what is sampled from the logits is not disturbed
         if not self._verified and self.decoder.device.type != "meta":
             self._verify()
-        conditions = Conditions(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        conditions = ReplayContext(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
-            support.check_length(self.decoder, found[0].batch.last_position)
+            probe.check_length(self.decoder, found[0].batch.last_position)
             return extend(
                 self.decoder, self.config, tiers, self.ranks, conditions, cache.reaches, cache, found[0]
             )  # fmt: skip
@@ -207,7 +208,7 @@ class StreamedForward:
         cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
         cache.most_joined = self.config.chunk_tokens(self.decoder.device)
         with self.decoder.lock, self.decoder.present(None):
-            cache.reaches = support.reaches(self.decoder)
+            cache.reaches = probe.reaches(self.decoder)
         return cache
 
     @property
@@ -233,7 +234,7 @@ class StreamedForward:
             if self.decoder.own_forward is not None:
                 model.forward = self.decoder.own_forward
             with self.ranks.guarded():
-                support.verify(self.decoder)
+                probe.verify(self.decoder)
         finally:
             model.forward = self
 
@@ -255,9 +256,9 @@ class StreamedForward:
             self.ranks.require_same_weights(model)
             self._num_parameters = count
 
-    def _begin(self, given: dict[str, Any]) -> tuple[inputs.Wanted, Agreement]:
+    def _begin(self, given: dict[str, Any]) -> tuple[inputs.ForwardInputs, Agreement]:
         """Check what a forward was given, with all other ranks, before the first sweep."""
-        found: list[inputs.Wanted] = []
+        found: list[inputs.ForwardInputs] = []
 
         def read() -> tuple[Batch, str]:
             found.append(self._read(given))
@@ -271,7 +272,7 @@ class StreamedForward:
         _, agreement = self.ranks.begin(read, draw_seed())
         return found[0], agreement
 
-    def _read(self, given: dict[str, Any]) -> inputs.Wanted:
+    def _read(self, given: dict[str, Any]) -> inputs.ForwardInputs:
         """Check what a forward was given, as far as this rank alone can."""
         model = self.decoder.model
         if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
@@ -288,7 +289,7 @@ class StreamedForward:
                 "compute_loss_func: leave these out); for the last logits use model.eval() or torch.no_grad()."
             )
         if wanted.batch.targets is not None:
-            support.check_loss(self.decoder)
+            probe.check_loss(self.decoder)
         return wanted
 
 

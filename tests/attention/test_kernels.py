@@ -82,10 +82,12 @@ def test_gradients_of_disjoint_rectangles_add_up(kernel: Kernel) -> None:
 def test_resolve_by_name_and_by_default() -> None:
     assert resolve(CPU, torch.float32, 8, 8).name == "cpu_flash"
     assert resolve(CPU, torch.float32, 8, 8, "math").name == "math"
-    with pytest.raises(ValueError, match="kernel='cuda_flash' cannot serve this model: it runs on CUDA tensors only"):
+    with pytest.raises(
+        ValueError, match="attn_kernel='cuda_flash' cannot serve this model: it runs on CUDA tensors only"
+    ):
         resolve(CPU, torch.float32, 8, 8, "cuda_flash")
     assert resolve(CPU, torch.float32, 8, 8, softcap=30.0).name == "math"
-    with pytest.raises(ValueError, match="kernel='cpu_flash' has no soft cap of scores"):
+    with pytest.raises(ValueError, match="attn_kernel='cpu_flash' has no soft cap of scores"):
         resolve(CPU, torch.float32, 8, 8, "cpu_flash", softcap=30.0)
 
 

@@ -128,7 +128,7 @@ def test_a_wrong_budget_is_told_before_a_model_is_loaded(
         (["--prompt", "a", "--prefetch", "0"], "prefetch=0: give a positive whole number"),
         (["--prompt", "a", "--dtype", "int8"], "dtype='int8': choose one of auto"),
         (["--prompt", "a", "--device", "cuda:7"], "device='cuda:7' is not there"),
-        (["--prompt", "a", "--disk", "."], "disk has no effect without a device_budget"),
+        (["--prompt", "a", "--disk", "."], "offload_dir has no effect without a device_budget"),
         (["--prompt", "a", "--load-cache", "."], "'.' holds no cache that can be read"),
         (["--prompt", "a", "--save-cache", "."], "--save-cache: '.' exists: give a new folder"),
         (["--prompt", "a", "--chat"], "--chat: this model's tokenizer has no chat template"),

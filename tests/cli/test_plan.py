@@ -11,7 +11,7 @@ import yaml
 
 from trunkline.cli import app as cli
 from trunkline.report.folder import Plan as Reported
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 from trunkline.train.settings import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -62,7 +62,7 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
     assert record["fits"] is True
     assert record["context"] == 8192
     assert record["parallel"] == {"dp": 1, "sp": 2, "cp": 1, "tp": 1, "zero": 2, "offload": False}
-    assert set(record["settings"]) == {"chunk_size", "keep", "inputs_every", "device_budget"}  # nothing leaves it
+    assert set(record["settings"]) == {"chunk_size", "keep", "checkpoint_every", "device_budget"}  # nothing leaves it
     assert record["gpu_hours"] == pytest.approx(1e9 / record["tokens_per_second"] * 2 / 3600)
     assert record["peaks"] == {tier: sum(parts.values()) for tier, parts in record["holders"].items()}
     assert 0 < record["mfu"] < record["mfu_recompute_counted"] < 1
@@ -73,12 +73,12 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
 
 
 def test_what_the_recipe_says_is_not_chosen(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
-    given = ["--keep", "[]", "--inputs_every", 2, "--device_budget", "100MiB", "--chunk_size", 4096]
+    given = ["--keep", "[]", "--checkpoint_every", 2, "--device_budget", "100MiB", "--chunk_size", 4096]
     code, out, _ = plan(capsys, recipe, "--hardware", "a100-80g", "--json", *given)
     settings = json.loads(out)["settings"]
     assert code == 0
     assert settings == {
-        "chunk_size": 4096, "keep": [], "inputs_every": 2, "device_budget": 100 * 2**20,
+        "chunk_size": 4096, "keep": [], "checkpoint_every": 2, "device_budget": 100 * 2**20,
     }  # fmt: skip
 
 

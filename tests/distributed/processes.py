@@ -21,7 +21,7 @@ _CONTEXT.set_forkserver_preload(
         "transformers",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
-        "trunkline.streaming",
+        "trunkline.api",
     ]
 )
 

@@ -22,10 +22,10 @@ FAMILIES = ["Llama", "Llama 4", "Mistral", "Gemma 2", "gpt-oss", "DeepSeek V3"]
 
 
 def compare(
-    degrees: dict[str, int], families: list[str], config: dict[str, Any], settings: dict[str, Any]
+    parallel_dims: dict[str, int], families: list[str], config: dict[str, Any], settings: dict[str, Any]
 ) -> list[str]:
     """What differs from each document alone."""
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     wrong = []
     for row in (row for row in ROWS if any(row.family.startswith(name) for name in families)):
         model = replace(row, settings={**row.settings, **config}).build(dtype=torch.float32)
@@ -55,27 +55,29 @@ def compare(
     ],
     ids=str,
 )  # fmt: skip
-def test_documents_windows_and_sinks(degrees: dict[str, int], families: list[str]) -> None:
+def test_documents_windows_and_sinks(parallel_dims: dict[str, int], families: list[str]) -> None:
     world = 1
-    for degree in degrees.values():
+    for degree in parallel_dims.values():
         world *= degree
-    for wrong in run(world, compare, degrees, families, {}, {}):
+    for wrong in run(world, compare, parallel_dims, families, {}, {}):
         assert not wrong
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize(
-    "settings", [{"strategy": "streamed"}, {"strategy": "head_groups"}, {"inputs_every": 2, "keep": ()}], ids=str
+    "settings",
+    [{"attn_strategy": "streamed"}, {"attn_strategy": "head_groups"}, {"checkpoint_every": 2, "keep": ()}],
+    ids=str,
 )
-def test_in_every_strategy(degrees: dict[str, int], settings: dict[str, Any], tmp_path: Path) -> None:
+def test_in_every_strategy(parallel_dims: dict[str, int], settings: dict[str, Any], tmp_path: Path) -> None:
     """Sinks of head groups on ranks that have a half of the heads each; windows whose chunks are on disk."""
-    given = {"chunk_size": 8, "device_budget": "200KiB", "disk": str(tmp_path), **settings}
+    given = {"chunk_size": 8, "device_budget": "200KiB", "offload_dir": str(tmp_path), **settings}
     heads = {"num_key_value_heads": 4}
-    for wrong in run(2, compare, degrees, ["Mistral", "gpt-oss"], heads, given):
+    for wrong in run(2, compare, parallel_dims, ["Mistral", "gpt-oss"], heads, given):
         assert not wrong
 
 
-def compiled(degrees: dict[str, int]) -> tuple[list[float], list[int]]:
+def compiled(parallel_dims: dict[str, int]) -> tuple[list[float], list[int]]:
     """Errors and graphs after each of two steps."""
     from torch._dynamo.testing import CompileCounter
 
@@ -83,7 +85,7 @@ def compiled(degrees: dict[str, int]) -> tuple[list[float], list[int]]:
     torch.nn.Module.compile = lambda self: compile_(self, backend=counter)  # no code is generated
     model, ids = build("llama", torch.float32, num_hidden_layers=4), tokens(2, 61)
     expected = plain(copy.deepcopy(model), ids, ids, 120)[1]
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     trunkline.shard(model, mesh)
     trunkline.stream(model, mesh=mesh, chunk_size=8, compile=True)
     errors, graphs = [], []
@@ -97,8 +99,8 @@ def compiled(degrees: dict[str, int]) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"tp": 2}], ids=str)
-def test_compiled_layers(degrees: dict[str, int]) -> None:
+def test_compiled_layers(parallel_dims: dict[str, int]) -> None:
     """Also where two chunks take turns in a layer."""
-    for errors, (first, second) in run(2, compiled, degrees):
+    for errors, (first, second) in run(2, compiled, parallel_dims):
         assert max(errors) < 1e-5
         assert 0 < first == second

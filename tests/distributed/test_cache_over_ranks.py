@@ -23,18 +23,18 @@ def expected_of(family: str, ids: torch.Tensor, **overrides: Any) -> tuple[Any, 
 
 
 def read(
-    degrees: dict[str, int], zero: int | None, folder: str, settings: dict[str, Any], overrides: dict[str, Any]
+    parallel_dims: dict[str, int], zero: int | None, folder: str, settings: dict[str, Any], overrides: dict[str, Any]
 ) -> float:
     """The largest error of logits after a prompt, and after what follows it."""
-    from trunkline.cache import streamed
+    from trunkline.kv_cache import cache as cache_module
 
-    streamed.OPEN_TOKENS = 8
+    cache_module.DECODE_BUFFER_TOKENS = 8
     ids = tokens(2, 121)
     model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, **overrides)
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     if zero is not None:
         trunkline.shard(model, mesh, zero=zero)
-    trunkline.stream(model, mesh=mesh, chunk_size=16, **({**settings, "disk": folder} if settings else {}))
+    trunkline.stream(model, mesh=mesh, chunk_size=16, **({**settings, "offload_dir": folder} if settings else {}))
     cache, error = trunkline.prefill(model, ids[:, :60]), 0.0
     for stop in STOPS:
         trunkline.prefill(model, ids[:, cache.length : stop], cache=cache)
@@ -50,24 +50,24 @@ def read(
     ids=["sp2", "cp2", "sp2-zero3", "cp2-zero3"],
 )
 def test_two_ranks(
-    degrees: dict[str, int], zero: int | None, budget: int | None, window: int | None, tmp_path: Path
+    parallel_dims: dict[str, int], zero: int | None, budget: int | None, window: int | None, tmp_path: Path
 ) -> None:
     settings = {} if budget is None else {"device_budget": budget}
-    errors = run(2, read, degrees, zero, str(tmp_path), settings, {"sliding_window": window})
+    errors = run(2, read, parallel_dims, zero, str(tmp_path), settings, {"sliding_window": window})
     assert max(errors) < 1e-9
 
 
 def go_on(folder: str) -> float:
     """The largest difference of logits while tokens are decoded behind a prompt that has padding."""
-    from trunkline.cache import streamed
+    from trunkline.kv_cache import cache as cache_module
 
-    streamed.OPEN_TOKENS = 8  # they move on, and are joined, but not with the padding
+    cache_module.DECODE_BUFFER_TOKENS = 8  # they move on, and are joined, but not with the padding
     ids = tokens(1, 60)
     model, expected = expected_of(
         "mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, sliding_window=None
     )
     mesh = trunkline.init_mesh(sp=2)
-    trunkline.stream(model, mesh=mesh, chunk_size=64, device_budget=4_000_000, disk=folder)
+    trunkline.stream(model, mesh=mesh, chunk_size=64, device_budget=4_000_000, offload_dir=folder)
     cache, worst = trunkline.prefill(model, ids[:, :13]), 0.0
     for place in range(13, 60):
         trunkline.prefill(model, ids[:, place : place + 1], cache=cache)
@@ -82,17 +82,17 @@ def test_decoded_tokens_behind_a_padded_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("degrees", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
-def test_four_ranks(degrees: dict[str, int], tmp_path: Path) -> None:
-    errors = run(4, read, degrees, 3, str(tmp_path), {"device_budget": 400_000}, {"sliding_window": 20})
+def test_four_ranks(parallel_dims: dict[str, int], tmp_path: Path) -> None:
+    errors = run(4, read, parallel_dims, 3, str(tmp_path), {"device_budget": 400_000}, {"sliding_window": 20})
     assert max(errors) < 1e-9
 
 
-def write(degrees: dict[str, int], folder: str) -> list[Any]:
+def write(parallel_dims: dict[str, int], folder: str) -> list[Any]:
     """What is generated behind a prompt, and behind a cache that was on disk."""
     model, ids = build("llama").eval(), tokens(2, 60)
     how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(ids, **how)
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     trunkline.stream(model, mesh=mesh, chunk_size=16)
     found = trunkline.generate(model, ids, **how)
     cache = trunkline.prefill(model, ids)
@@ -102,17 +102,17 @@ def write(degrees: dict[str, int], folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
-def test_generation(degrees: dict[str, int], tmp_path: Path) -> None:
-    for expected, found, again in run(2, write, degrees, str(tmp_path)):
+def test_generation(parallel_dims: dict[str, int], tmp_path: Path) -> None:
+    for expected, found, again in run(2, write, parallel_dims, str(tmp_path)):
         assert found == expected
         assert again == expected
 
 
-def read_padded(degrees: dict[str, int]) -> float:
+def read_padded(parallel_dims: dict[str, int]) -> float:
     """Rows of which one has most of its keys where another has padding, decoded several tokens at a time."""
-    from trunkline.cache import streamed
+    from trunkline.kv_cache import cache as cache_module
 
-    streamed.OPEN_TOKENS = 8
+    cache_module.DECODE_BUFFER_TOKENS = 8
     ids, more = tokens(3, 40), tokens(3, 30)
     pads = (0, 37, 20)
     mask = torch.ones_like(ids)
@@ -122,7 +122,7 @@ def read_padded(degrees: dict[str, int]) -> float:
     with torch.no_grad():
         alone = [torch.cat([ids[row, pad:], more[row]])[None] for row, pad in enumerate(pads)]
         expected = [model(each, use_cache=False).logits[0, -30:] for each in alone]
-    trunkline.stream(model, mesh=trunkline.init_mesh(**degrees), chunk_size=16)
+    trunkline.stream(model, mesh=trunkline.init_mesh(**parallel_dims), chunk_size=16)
     cache, error = trunkline.prefill(model, ids, attention_mask=mask), 0.0
     for stop in (1, 2, 7, 13, 14, 30):
         trunkline.prefill(model, more[:, cache.length - 40 : stop], cache=cache)
@@ -132,23 +132,23 @@ def read_padded(degrees: dict[str, int]) -> float:
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
-def test_padded_rows(degrees: dict[str, int]) -> None:
-    assert max(run(2, read_padded, degrees)) < 1e-9
+def test_padded_rows(parallel_dims: dict[str, int]) -> None:
+    assert max(run(2, read_padded, parallel_dims)) < 1e-9
 
 
-def load_in_pieces(degrees: dict[str, int], folder: str) -> tuple[int, float]:
+def load_in_pieces(parallel_dims: dict[str, int], folder: str) -> tuple[int, float]:
     """A cache of longer chunks, and not of whole ones, read under budgets: its longest chunk then, and its error."""
-    from trunkline.cache import streamed
+    from trunkline.kv_cache import cache as cache_module
 
-    streamed.OPEN_TOKENS = 8
+    cache_module.DECODE_BUFFER_TOKENS = 8
     ids = tokens(2, 121)
     model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4)
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     trunkline.stream(model, mesh=mesh, chunk_size=32)
     cache = trunkline.prefill(model, ids[:, :45])
     trunkline.save_cache(model, trunkline.prefill(model, ids[:, 45:60], cache=cache), f"{folder}/cache")
     trunkline.unstream(model)
-    trunkline.stream(model, mesh=mesh, chunk_size=8, device_budget=120_000, disk=folder)
+    trunkline.stream(model, mesh=mesh, chunk_size=8, device_budget=120_000, offload_dir=folder)
     loaded, error = trunkline.load_cache(model, f"{folder}/cache"), 0.0
     longest = max(len(chunk) for link in loaded.links for chunk in link.stretch.chunks)
     for stop in STOPS:
@@ -158,7 +158,9 @@ def load_in_pieces(degrees: dict[str, int], folder: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(("degrees", "most"), [({"sp": 2}, 8), ({"cp": 2}, 16)], ids=["sp2", "cp2"])
-def test_longer_chunks_are_cut_where_ranks_have_them_whole(degrees: dict[str, int], most: int, tmp_path: Path) -> None:
-    for longest, error in run(2, load_in_pieces, degrees, str(tmp_path)):
+def test_longer_chunks_are_cut_where_ranks_have_them_whole(
+    parallel_dims: dict[str, int], most: int, tmp_path: Path
+) -> None:
+    for longest, error in run(2, load_in_pieces, parallel_dims, str(tmp_path)):
         assert longest == most
         assert error < 1e-9

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trunkline
 from distributed.processes import run
-from trunkline.parallel.comm import Comm, Pending
+from trunkline.distributed.comm import Comm, Pending
 
 LAYERS, CHUNK = 3, 8
 
@@ -38,8 +38,8 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(degrees: dict[str, int], seq_len: int, keep: tuple[str, ...], zero: int) -> tuple[Any, ...]:
-    mesh = trunkline.init_mesh(**degrees)
+def count(parallel_dims: dict[str, int], seq_len: int, keep: tuple[str, ...], zero: int) -> tuple[Any, ...]:
+    mesh = trunkline.init_mesh(**parallel_dims)
     # More chunks than parameters: what grows with the sequence would be larger than anything else.
     model = build("llama", torch.float32, vocab_size=16, intermediate_size=8, hidden_size=16, head_dim=4)
     if zero:
@@ -89,9 +89,9 @@ def test_collectives_of_a_step_over_cp() -> None:
 
 
 def spans(seq_len: int) -> tuple[int, int]:
-    from trunkline.attention import pieces
+    from trunkline.attention import kv_spans
 
-    pieces.SPAN = 16
+    kv_spans.SPAN = 16
     *_, largest, _ = count({"cp": 2}, seq_len, ("attention",), 3)
     return largest, 0
 
@@ -140,9 +140,9 @@ class Order(TorchDispatchMode):
 
 
 def order(
-    degrees: dict[str, int], collective: str, seq_len: int, options: dict[str, Any]
+    parallel_dims: dict[str, int], collective: str, seq_len: int, options: dict[str, Any]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     model = build("llama", torch.float32, vocab_size=16, num_key_value_heads=4, num_hidden_layers=LAYERS)
     trunkline.stream(model, mesh=mesh, chunk_size=CHUNK, **options)
     ids = tokens(1, seq_len, vocab=16)
@@ -167,7 +167,7 @@ def order(
         ({"keep": ("attention",)}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 4)),
         ({"keep": ()}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 5)),
         # Here the gradient of a chunk's output is all that can be computed of it, and comes too late.
-        ({"strategy": "head_groups", "device_budget": "1GiB"}, lambda n: (3 * n, 1), lambda n: (5 * n, n + 3)),
+        ({"attn_strategy": "head_groups", "device_budget": "1GiB"}, lambda n: (3 * n, 1), lambda n: (5 * n, n + 3)),
     ],
     ids=["both", "attention", "nothing", "head groups"],
 )

@@ -17,18 +17,20 @@ from oracle import collect, tokens
 import trunkline
 from distributed.processes import outcomes, run, start
 from trunkline.config import Progress
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
 
 
-def streamed(degrees: dict[str, int], **settings: Any) -> torch.nn.Module:
-    mesh = trunkline.init_mesh(**degrees)
+def streamed(parallel_dims: dict[str, int], **settings: Any) -> torch.nn.Module:
+    mesh = trunkline.init_mesh(**parallel_dims)
     model = trunkline.shard(build("llama", torch.float32), mesh)
     return trunkline.stream(model, mesh=mesh, chunk_size=8, **settings)
 
 
-def call(degrees: dict[str, int], odd: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[str, float]:
+def call(
+    parallel_dims: dict[str, int], odd: int, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[str, float]:
     """What a forward says when one rank changes its arguments; then it works again."""
-    model = streamed(degrees)
+    model = streamed(parallel_dims)
     rank = torch.distributed.get_rank()
     ids = tokens(1, 37)
     given = {"input_ids": ids, "labels": ids}
@@ -73,8 +75,8 @@ def _wrong_shape(given: dict[str, Any]) -> dict[str, Any]:
         ({"sp": 2}, _no_labels, "rank 1 calls the model in another way"),
     ],
 )
-def test_ranks_that_are_given_something_else(degrees: dict[str, int], change: Any, says: str) -> None:
-    for text, seconds in run(2, call, degrees, 1, change):
+def test_ranks_that_are_given_something_else(parallel_dims: dict[str, int], change: Any, says: str) -> None:
+    for text, seconds in run(2, call, parallel_dims, 1, change):
         assert says in text
         assert seconds < 10
 
@@ -111,7 +113,7 @@ def test_other_weights_are_refused() -> None:
     assert run(2, other_weights)[0].startswith("rank 1 holds other weights")
 
 
-def interrupted(degrees: dict[str, int]) -> tuple[list[str], float, float]:
+def interrupted(parallel_dims: dict[str, int]) -> tuple[list[str], float, float]:
     """All ranks leave a sweep with an error, or evaluate within one, and go on."""
     ids, wish, said, losses = tokens(1, 61), "", list[str](), list[float]()
 
@@ -134,7 +136,7 @@ def interrupted(degrees: dict[str, int]) -> tuple[list[str], float, float]:
         losses.append(float(loss))
         return collect(model)
 
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     model = trunkline.stream(build("llama", torch.float32), mesh=mesh, chunk_size=8, progress=progress)
     steps = [step("")]
     for part in ("forward", "backward"):
@@ -148,8 +150,8 @@ def interrupted(degrees: dict[str, int]) -> tuple[list[str], float, float]:
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
-def test_a_sweep_that_is_left_or_interrupted(degrees: dict[str, int]) -> None:
-    for said, *differences in run(2, interrupted, degrees):
+def test_a_sweep_that_is_left_or_interrupted(parallel_dims: dict[str, int]) -> None:
+    for said, *differences in run(2, interrupted, parallel_dims):
         assert said == ["no more of forward", "no more of backward"]
         assert differences == [0, 0]
 
@@ -170,7 +172,7 @@ def fail(how: str, folder: str, log: str, failing: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("the disk is on fire")
 
-    model = streamed({"sp": 2}, device_budget=40_000, disk=folder, progress=progress)
+    model = streamed({"sp": 2}, device_budget=40_000, offload_dir=folder, progress=progress)
     ids = tokens(1, 61)
     try:
         for _ in range(3):
@@ -224,28 +226,28 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("degrees", "world", "says"),
     [
-        (Degrees(sp=3), 8, ["world size of 8", "3 does not"]),
-        (Degrees(dp=3, sp=2), 8, ["makes 6 ranks", "set dp=4"]),
-        (Degrees(cp=0), 8, ["cp=0", "positive whole number"]),
+        (ParallelDims(sp=3), 8, ["world size of 8", "3 does not"]),
+        (ParallelDims(dp=3, sp=2), 8, ["makes 6 ranks", "set dp=4"]),
+        (ParallelDims(cp=0), 8, ["cp=0", "positive whole number"]),
     ],
 )
-def test_degrees_that_do_not_make_up_the_job(degrees: Degrees, world: int, says: list[str]) -> None:
+def test_degrees_that_do_not_make_up_the_job(parallel_dims: ParallelDims, world: int, says: list[str]) -> None:
     with pytest.raises(ValueError, match="=") as refused:
-        degrees.check_world(world)
+        parallel_dims.check_world(world)
     assert all(part in str(refused.value) for part in says)
 
 
 @pytest.mark.parametrize(
     ("degrees", "says"),
     [
-        (Degrees(sp=6), ["9 query and 3 key/value heads", "valid values of sp are 1, 3, 9", "cp=6", "sp=3, cp=2"]),
-        (Degrees(tp=2), ["tp=2 does not divide", "valid values of tp are 1, 3"]),
-        (Degrees(tp=3, sp=2), ["3 query heads on each of 3 tp ranks", "valid values of sp are 1, 3"]),
+        (ParallelDims(sp=6), ["9 query and 3 key/value heads", "valid values of sp are 1, 3, 9", "cp=6", "sp=3, cp=2"]),
+        (ParallelDims(tp=2), ["tp=2 does not divide", "valid values of tp are 1, 3"]),
+        (ParallelDims(tp=3, sp=2), ["3 query heads on each of 3 tp ranks", "valid values of sp are 1, 3"]),
     ],
 )
-def test_degrees_that_do_not_divide_the_heads(degrees: Degrees, says: list[str]) -> None:
+def test_degrees_that_do_not_divide_the_heads(parallel_dims: ParallelDims, says: list[str]) -> None:
     with pytest.raises(ValueError, match="heads") as refused:
-        degrees.check_heads(9, 3)
+        parallel_dims.check_heads(9, 3)
     assert all(part in str(refused.value) for part in says)
 
 
@@ -265,10 +267,10 @@ def test_ranks_with_other_settings() -> None:
 
 def too_small(folder: str) -> float:
     """All ranks refuse a budget; what follows, however long it takes, is not held up by that."""
-    from trunkline.parallel import alarm
+    from trunkline.distributed import failure
 
-    alarm._GRACE = 0.5
-    model = streamed({"sp": 2}, device_budget=100, disk=folder)
+    failure._GRACE = 0.5
+    model = streamed({"sp": 2}, device_budget=100, offload_dir=folder)
     ids = tokens(1, 37)
     with pytest.raises(ValueError, match="device_budget leaves 100 B"):
         model(input_ids=ids, labels=ids)
@@ -290,7 +292,7 @@ def test_a_refusal_by_all_ranks_is_no_failure(tmp_path: Path) -> None:
 
 def other_batches(folder: str) -> None:
     """Replicas with batches of other sizes: sizes are found out once, by all or by none."""
-    model = streamed({"dp": 2}, device_budget=60_000, disk=folder)
+    model = streamed({"dp": 2}, device_budget=60_000, offload_dir=folder)
     rank = torch.distributed.get_rank()
     for batch in (1, 1 + rank, 2 - rank):
         ids = tokens(batch, 37)

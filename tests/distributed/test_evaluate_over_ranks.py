@@ -19,10 +19,10 @@ from trunkline.data.tokenizers import make_byte_tokenizer
 from trunkline.evaluate import EvaluateSettings, Evaluation, StreamedContinuer, StreamedScorer, evaluate, even_depths
 
 
-def found(degrees: dict[str, int] | None, zero: int | None = None) -> tuple[list[Any], list[Any]]:
+def found(parallel_dims: dict[str, int] | None, zero: int | None = None) -> tuple[list[Any], list[Any]]:
     """Log probabilities of answers, and what was generated."""
     model = build("llama", torch.float64, vocab_size=258, max_position_embeddings=2048, num_hidden_layers=2)
-    mesh = None if degrees is None else trunkline.init_mesh(**degrees)
+    mesh = None if parallel_dims is None else trunkline.init_mesh(**parallel_dims)
     if zero is not None:
         trunkline.shard(model, mesh, zero=zero)
     trunkline.stream(model, mesh=mesh, chunk_size=128)
@@ -39,10 +39,10 @@ def found(degrees: dict[str, int] | None, zero: int | None = None) -> tuple[list
 @pytest.mark.parametrize(
     ("degrees", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"dp": 2}, 3), ({"sp": 2}, None)], ids=str
 )
-def test_ranks_find_what_one_process_finds(degrees: dict[str, int], zero: int | None) -> None:
+def test_ranks_find_what_one_process_finds(parallel_dims: dict[str, int], zero: int | None) -> None:
     log_probs, texts = found(None)
     assert len(log_probs) == len(texts) == 8
-    first, second = run(2, found, degrees, zero)
+    first, second = run(2, found, parallel_dims, zero)
     assert first == second
     # Scores are fp32, of answers of seven tokens whose logarithms are below 16 each.
     assert first[0] == pytest.approx(log_probs, rel=1e-5)

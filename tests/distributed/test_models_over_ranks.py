@@ -32,9 +32,9 @@ def worst(got: Gradients, expected: Gradients) -> float:
 
 
 def streamed(
-    degrees: dict[str, int], zero: int | None = 3, model: nn.Module | None = None, **settings: Any
+    parallel_dims: dict[str, int], zero: int | None = 3, model: nn.Module | None = None, **settings: Any
 ) -> nn.Module:
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
 
     if zero is not None:
         trunkline.shard(model, mesh, zero=zero)
@@ -44,18 +44,18 @@ def streamed(
 # -- tiers -----------------------------------------------------------------------------------------------------------
 
 
-def with_tiers(degrees: dict[str, int], folder: str, cases: list[dict[str, Any]]) -> list[float]:
+def with_tiers(parallel_dims: dict[str, int], folder: str, cases: list[dict[str, Any]]) -> list[float]:
     errors = []
     model = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
     ids = tokens(2, 93)
     expected = plain(copy.deepcopy(model), ids, ids, 184)[1]
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     trunkline.shard(model, mesh)
     for case in cases:
-        trunkline.stream(model, mesh=mesh, chunk_size=8, disk=folder, **case)
+        trunkline.stream(model, mesh=mesh, chunk_size=8, offload_dir=folder, **case)
         model(input_ids=ids, labels=ids).loss.backward()
         errors.append(worst(collect(model), expected))
-        meters = trunkline.read_meters(model)
+        meters = trunkline.stats(model)
         assert meters.peaks["device"] <= case["device_budget"]
         assert meters.peaks["disk"] > 0
         assert meters.lanes["comm"].moved > 0
@@ -63,13 +63,13 @@ def with_tiers(degrees: dict[str, int], folder: str, cases: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
-def test_tiers_and_lanes_work_on_every_rank(degrees: dict[str, int], tmp_path: Path) -> None:
+def test_tiers_and_lanes_work_on_every_rank(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [
-        {"strategy": strategy, "device_budget": budget, "keep": keep, "inputs_every": every}
+        {"attn_strategy": strategy, "device_budget": budget, "keep": keep, "checkpoint_every": every}
         for strategy, budget in (("streamed", 90_000), ("head_groups", 110_000), ("auto", 130_000))
         for keep, every in ((("attention",), 1), ((), 3), (("attention", "kv"), 2))
     ]
-    for errors in run(2, with_tiers, degrees, str(tmp_path), cases):
+    for errors in run(2, with_tiers, parallel_dims, str(tmp_path), cases):
         assert max(errors) < 1e-8, dict(zip(map(str, cases), errors, strict=True))
     assert not list(tmp_path.iterdir())
 
@@ -154,7 +154,7 @@ def test_bf16_shards_in_fp32_are_no_worse_than_transformers() -> None:
 # -- adapters and frozen layers --------------------------------------------------------------------------------------
 
 
-def adapted(degrees: dict[str, int], zero: int | None) -> float:
+def adapted(parallel_dims: dict[str, int], zero: int | None) -> float:
     torch.manual_seed(3)
     model: nn.Module = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     for name, parameter in model.named_parameters():
@@ -163,14 +163,14 @@ def adapted(degrees: dict[str, int], zero: int | None) -> float:
     model = model.double()
     ids = tokens(2, 37)
     expected = plain(copy.deepcopy(model), ids, ids, 72)[1]
-    model = streamed(degrees, zero, model)
+    model = streamed(parallel_dims, zero, model)
     model(input_ids=ids, labels=ids).loss.backward()
     return worst(collect(model), expected)
 
 
 @pytest.mark.parametrize(("degrees", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"sp": 2}, None)])
-def test_lora(degrees: dict[str, int], zero: int | None) -> None:
-    assert max(run(2, adapted, degrees, zero)) < 1e-8
+def test_lora(parallel_dims: dict[str, int], zero: int | None) -> None:
+    assert max(run(2, adapted, parallel_dims, zero)) < 1e-8
 
 
 def frozen() -> float:
@@ -251,15 +251,15 @@ def test_autocast_holds_in_a_replay_that_begins_inside_a_backward() -> None:
     assert {dtype for _, dtype in found} == {"torch.bfloat16"}
 
 
-def salts(degrees: dict[str, int]) -> int:
-    from trunkline.parallel.group import MeshRanks
+def salts(parallel_dims: dict[str, int]) -> int:
+    from trunkline.distributed.mesh_ranks import MeshRanks
 
-    return MeshRanks(trunkline.init_mesh(**degrees)).salt
+    return MeshRanks(trunkline.init_mesh(**parallel_dims)).salt
 
 
 def test_ranks_with_other_tokens_draw_other_numbers() -> None:
-    for degrees in ({"sp": 2}, {"cp": 2}, {"dp": 2}):
-        assert len(set(run(2, salts, degrees))) == 2
+    for parallel_dims in ({"sp": 2}, {"cp": 2}, {"dp": 2}):
+        assert len(set(run(2, salts, parallel_dims))) == 2
     assert len(set(run(2, salts, {"tp": 2}))) == 1  # the same tokens: dropped alike, or the ranks would drift apart
 
 
@@ -287,11 +287,11 @@ def test_weights_are_gathered_anew(zero: int) -> None:
 # -- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluation(degrees: dict[str, int]) -> list[float]:
+def evaluation(parallel_dims: dict[str, int]) -> list[float]:
     model = build("granite").eval()
     ids = tokens(2, 37)
     logits = model(input_ids=ids).logits
-    model = streamed(degrees, 3, model)
+    model = streamed(parallel_dims, 3, model)
     errors = []
     with torch.no_grad():
         errors.append(abs(float(model(input_ids=ids, labels=ids).loss) - float(cross_entropy(logits, ids)) / 72))
@@ -305,8 +305,8 @@ def evaluation(degrees: dict[str, int]) -> list[float]:
 
 
 @pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
-def test_evaluation_logits_and_unstream(degrees: dict[str, int]) -> None:
-    for errors in run(2, evaluation, degrees):
+def test_evaluation_logits_and_unstream(parallel_dims: dict[str, int]) -> None:
+    for errors in run(2, evaluation, parallel_dims):
         assert max(errors) < 1e-6
 
 
@@ -354,18 +354,18 @@ def test_adapters_that_ranks_drew_differently() -> None:
     assert all("holds other weights than the other ranks" in text for text in run(2, late_adapters_that_differ))
 
 
-def saved(degrees: dict[str, int], zero: int, folder: str) -> list[bool]:
+def saved(parallel_dims: dict[str, int], zero: int, folder: str) -> list[bool]:
     """Whether what every rank's `save_pretrained` left is the model, and its adapters."""
     found = []
     for adapters in (False, True):
         model = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
-        if adapters and "tp" in degrees:
+        if adapters and "tp" in parallel_dims:
             continue
         if adapters:
             torch.manual_seed(3)
             model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
         expected = {name: x.clone() for name, x in model.state_dict().items()}
-        streamed(degrees, zero, model)
+        streamed(parallel_dims, zero, model)
         model.save_pretrained(f"{folder}/{adapters}")
         again: Any = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
         if adapters:
@@ -380,8 +380,8 @@ def saved(degrees: dict[str, int], zero: int, folder: str) -> list[bool]:
 @pytest.mark.parametrize(
     ("degrees", "zero"), [({"sp": 2}, 3), ({"dp": 2}, 2), ({"cp": 2}, 0), ({"tp": 2}, 0)], ids=["3", "2", "0", "tp"]
 )
-def test_save_pretrained_writes_whole_weights(degrees: dict[str, int], zero: int, tmp_path: Path) -> None:
-    for found in run(2, saved, degrees, zero, str(tmp_path)):
+def test_save_pretrained_writes_whole_weights(parallel_dims: dict[str, int], zero: int, tmp_path: Path) -> None:
+    for found in run(2, saved, parallel_dims, zero, str(tmp_path)):
         assert found
         assert all(found)
     assert json.loads((tmp_path / "False/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

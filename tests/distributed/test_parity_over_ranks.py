@@ -57,9 +57,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def compare(degrees: dict[str, int], cases: list[Case]) -> list[str]:
+def compare(parallel_dims: dict[str, int], cases: list[Case]) -> list[str]:
     """Run all cases on one mesh; gives what is wrong with them."""
-    mesh = trunkline.init_mesh(**degrees)
+    mesh = trunkline.init_mesh(**parallel_dims)
     replicas, replica = mesh["dp"].size(), mesh["dp"].get_local_rank()
     wrong = []
     for case in cases:
@@ -118,8 +118,8 @@ SPREAD = [
     Case(family="gpt2", heads={}, chunk_size=5),
     Case(family="llama-tied", zero=2, batch=3, chunk_size=64),
     Case(family="qwen3", heads=heads(4, 1)),
-    Case(family="gpt-neox", heads={}, keep=(), settings={"inputs_every": 2}),
-    Case(heads=heads(12, 3), keep=("kv",), settings={"inputs_every": 3}),
+    Case(family="gpt-neox", heads={}, keep=(), settings={"checkpoint_every": 2}),
+    Case(heads=heads(12, 3), keep=("kv",), settings={"checkpoint_every": 3}),
 ]
 PLANNED = ["llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "cohere", "gemma", "granite"]  # for tp
 FEW = [SPREAD[0], *SPREAD[2::3]]  # where ranks are more than cores by far
@@ -141,22 +141,22 @@ MESHES: dict[str, tuple[dict[str, int], list[Case]]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ranks_compute_what_one_process_does(mesh: str) -> None:
-    degrees, cases = MESHES[mesh]
-    for wrong in run(math.prod(degrees.values()), compare, degrees, cases):
+    parallel_dims, cases = MESHES[mesh]
+    for wrong in run(math.prod(parallel_dims.values()), compare, parallel_dims, cases):
         assert not wrong, "\n".join(wrong[:20])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [mesh for mesh, (_, cases) in MESHES.items() if len(cases) < len(SPREAD)])
 def test_all_cases_on_large_meshes(mesh: str) -> None:
-    degrees, _ = MESHES[mesh]
+    parallel_dims, _ = MESHES[mesh]
     cases = SPREAD
-    if "tp" in degrees:
+    if "tp" in parallel_dims:
         cases = [case for case in SPREAD if case.family in ["llama", *PLANNED] and case.heads != heads(4, 1)]
         cases = [replace(case, heads=HEADS if case.heads else {}) for case in cases]
-    if degrees.get("sp") == 3:
+    if parallel_dims.get("sp") == 3:
         cases = [replace(case, heads=heads(6, 3)) for case in SPREAD if case.heads]
-    for wrong in run(math.prod(degrees.values()), compare, degrees, cases, timeout=1200):
+    for wrong in run(math.prod(parallel_dims.values()), compare, parallel_dims, cases, timeout=1200):
         assert not wrong, "\n".join(wrong[:20])
 
 

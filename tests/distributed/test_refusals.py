@@ -67,8 +67,8 @@ def test_refusals_name_the_setting_and_the_mend() -> None:
         assert part in text
 
 
-def cut_heads(degrees: dict[str, int], heads: dict[str, int]) -> str:
-    mesh = trunkline.init_mesh(**degrees)
+def cut_heads(parallel_dims: dict[str, int], heads: dict[str, int]) -> str:
+    mesh = trunkline.init_mesh(**parallel_dims)
     with pytest.raises(ValueError, match="heads") as error:
         trunkline.stream(build("llama", **heads), mesh=mesh)
     return str(error.value)

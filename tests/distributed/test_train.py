@@ -125,10 +125,10 @@ def test_one_process_is_told_to_use_torchrun(tmp_path: Path) -> None:
 
 def timeouts(seconds: float) -> list[float]:
     import trunkline
-    from trunkline.parallel.mesh import degrees_of
+    from trunkline.distributed.mesh import parallel_dims_of
 
     mesh = trunkline.init_mesh(sp=2)
-    job.Job(mesh, degrees_of(mesh)).expect(seconds)
+    job.Job(mesh, parallel_dims_of(mesh)).expect(seconds)
     device = torch.device("cpu")
     groups = job._groups(mesh)
     return [group._get_backend(device).options._timeout.total_seconds() for group in groups]

@@ -145,7 +145,7 @@ def test_the_harness_gets_what_the_plain_model_computes(
 
 def test_the_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]]) -> None:
     path = tasks[0]
-    settings = f"pretrained={folder},chunk_size=64,device_budget=20MiB,disk={path}"
+    settings = f"pretrained={folder},chunk_size=64,device_budget=20MiB,offload_dir={path}"
     words = [
         "--model", "trunkline", "--model_args", settings, "--tasks", "local_choice", "--include_path", str(path),
         "--device", "cpu", "--batch_size", "2", "--log_samples", "--output_path", str(path / "out"),
@@ -166,8 +166,8 @@ SCORED = [
     *((BOOK + each, choice) for each in ASKED for choice in CHOICES),
     (BOOK, " and"),
     (BOOK + "The end. ", "So long."),  # the space goes with the continuation
-    ("Alone", " here"),
-    ("Alone", ""),
+    ("SingleRank", " here"),
+    ("SingleRank", ""),
     ("", "From nothing"),
     ("Long answer:", " yes" * 100),  # too long to be scored behind a cache
     ("Long answer:", " no" * 90),
@@ -178,7 +178,7 @@ SCORED = [
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_scores(folder: Path, plain: Any, share: bool, batch_size: int, place: str, tmp_path: Path) -> None:
-    settings = {"device_budget": 2_000_000, "disk": tmp_path} if place == "disk" else {}
+    settings = {"device_budget": 2_000_000, "offload_dir": tmp_path} if place == "disk" else {}
     lm = StreamedLM(
         str(folder), chunk_size=64, device="cpu", share_prefill=share, batch_size=str(batch_size), **settings
     )

@@ -21,7 +21,7 @@ from trunkline.evaluate import (
     effective_length,
     table_text,
     write_evaluation,
-)  # fmt: skip
+)
 from trunkline.evaluate.scoring import contains
 from trunkline.evaluate.table import length_text
 

@@ -11,7 +11,7 @@ from families import build
 from torch import Tensor
 
 import trunkline
-from trunkline import engine, forward
+from trunkline import forward
 from trunkline.data.tokenizers import make_byte_tokenizer
 from trunkline.evaluate import EvaluateSettings, StreamedContinuer, StreamedScorer, evaluate, even_depths
 
@@ -31,7 +31,7 @@ def byte_model(**more: Any) -> Any:
 def test_scores_are_those_of_the_plain_model(shape: tuple[int, int], budget: str | None, tmp_path: Any) -> None:
     model, ids = build("llama"), tokens(*shape)
     expected = PlainModel(model)(ids)
-    trunkline.stream(model, chunk_size=16, device_budget=budget, disk=None if budget is None else tmp_path)
+    trunkline.stream(model, chunk_size=16, device_budget=budget, offload_dir=None if budget is None else tmp_path)
     found = StreamedScorer(model)(ids)
     # Both round to fp32 at the end: half a unit in the last place of a number below 16.
     torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=2e-6)
@@ -68,13 +68,13 @@ def test_continuations_are_greedy_and_alone(lengths: tuple[int, ...]) -> None:
 def test_one_forward_scores_all_depths(depths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trunkline.stream(byte_model(), chunk_size=512)
     sweeps: list[int] = []
-    original = engine.forward
+    original = sweeps.forward
 
     def counted(run: Any, **given: Any) -> None:
         sweeps.append(run.batch.seq_len)
         original(run, **given)
 
-    monkeypatch.setattr(engine, "forward", counted)
+    monkeypatch.setattr(sweeps, "forward", counted)
     settings = EvaluateSettings((1500,), ("needle",), even_depths(depths), samples=2)
     found = evaluate(StreamedScorer(model), make_byte_tokenizer(), settings)
     assert sweeps == [1500, 1500]

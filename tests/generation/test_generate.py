@@ -49,10 +49,10 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", ["device", "disk"])
 def test_every_way(way: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
     settings = {"chunk_size": 16}
     if place == "disk":
-        settings |= {"device_budget": 600_000, "disk": tmp_path}
+        settings |= {"device_budget": 600_000, "offload_dir": tmp_path}
     rows = 1 if way == "prompt lookup" else 2
     expected, found = both(
         build("llama"), tokens(rows, 37), settings, max_new_tokens=20, eos_token_id=None, **WAYS[way]
@@ -70,7 +70,7 @@ def test_a_smaller_model_that_guesses_may_be_streamed_too(is_streamed: bool, tmp
             p += 0.01 * torch.randn(p.shape, generator=noise, dtype=p.dtype)
     given = {"max_new_tokens": 20, "do_sample": False}
     expected = model.generate(ids, **given)
-    trunkline.stream(model, chunk_size=16, device_budget=600_000, disk=tmp_path)
+    trunkline.stream(model, chunk_size=16, device_budget=600_000, offload_dir=tmp_path)
     if is_streamed:
         trunkline.stream(helper, chunk_size=16)
     calls: list[int] = []
@@ -184,11 +184,11 @@ def test_transformers_own_generate_takes_a_cache() -> None:
 def test_a_cache_comes_back_from_disk(
     place: str, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
     model, ids, more = build("mistral", sliding_window=window).eval(), tokens(2, 70), tokens(2, 30, seed=2)
     settings = {"chunk_size": 16}
     if place == "disk":
-        settings |= {"device_budget": 600_000, "disk": tmp_path}
+        settings |= {"device_budget": 600_000, "offload_dir": tmp_path}
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     trunkline.stream(model, **settings)
     cache = trunkline.prefill(model, ids)
@@ -211,7 +211,9 @@ def test_a_cache_comes_back_from_disk(
 
 def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device is as much of it as decoded tokens and a chunk of more prompt leave free."""
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)  # open ends become stretches while decoding goes on
+    monkeypatch.setattr(
+        "trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8
+    )  # open ends become stretches while decoding goes on
     model, ids, more = build("llama").eval(), tokens(1, 1_000), tokens(1, 300, seed=2)
     how = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     trunkline.stream(model, chunk_size=64)
@@ -222,9 +224,9 @@ def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch
     needed = cache.nbytes
     trunkline.unstream(model)
     for share in (0.4, 0.8):
-        trunkline.stream(model, chunk_size=32, device_budget=int(share * needed), disk=tmp_path)
+        trunkline.stream(model, chunk_size=32, device_budget=int(share * needed), offload_dir=tmp_path)
         loaded = trunkline.load_cache(model, tmp_path / "cache")
-        assert trunkline.read_meters(model).peaks["device"] > 0.5 * share * needed  # and no more room than that
+        assert trunkline.stats(model).peaks["device"] > 0.5 * share * needed  # and no more room than that
         trunkline.prefill(model, more, cache=loaded)
         assert trunkline.generate(model, cache=loaded, **how).tolist() == expected.tolist()
         trunkline.unstream(model)
@@ -252,7 +254,7 @@ def test_a_cache_on_disk_is_whole_or_not_there_and_of_one_model(
     with pytest.raises(ValueError, match="holds no cache that can be read"):
         trunkline.load_cache(model, tmp_path / "nothing")
     with pytest.raises(ValueError, match="holds nothing yet"):
-        trunkline.save_cache(model, type(cache)(trunkline.streaming.tiers_of(model), 3), tmp_path / "empty")
+        trunkline.save_cache(model, type(cache)(trunkline.api.tiers_of(model), 3), tmp_path / "empty")
 
 
 def test_mistakes() -> None:

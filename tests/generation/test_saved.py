@@ -10,7 +10,7 @@ from families import build
 from stepping import own_logits, step_through, tokens
 
 import trunkline
-from trunkline.streaming import tiers_of
+from trunkline.api import tiers_of
 
 HOW = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -21,7 +21,7 @@ def test_what_is_not_refused_at_once_can_be_gone_on_from(
     way: str, chunk_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a few tokens, and by decoding, however tight the budget is; with many where there is room, or as it was."""
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 16)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 16)
     model, ids, more = build("llama").eval(), tokens(1, 300), tokens(1, 8, seed=2)
     trunkline.stream(model, chunk_size=32)
     cache = trunkline.prefill(model, ids)
@@ -35,7 +35,7 @@ def test_what_is_not_refused_at_once_can_be_gone_on_from(
     outcomes = []
     most = 200_000 if chunk_size == 16 else 500_000
     for budget in range(20_000, most, most // 33):
-        trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, disk=tmp_path)
+        trunkline.stream(model, chunk_size=chunk_size, device_budget=budget, offload_dir=tmp_path)
         outcomes.append(0)
         try:
             cache = trunkline.prefill(model, ids) if way == "read" else trunkline.load_cache(model, tmp_path / "cache")
@@ -55,7 +55,7 @@ def test_what_is_not_refused_at_once_can_be_gone_on_from(
         else:
             assert trunkline.generate(model, cache=cache, **HOW).tolist() == expected[1]
             outcomes[-1] = 2
-        assert trunkline.read_meters(model).peaks["device"] <= budget
+        assert trunkline.stats(model).peaks["device"] <= budget
         del cache
         trunkline.unstream(model)
     assert sorted(outcomes) == outcomes, "a larger budget is never worse"
@@ -68,7 +68,7 @@ def test_chunks_that_are_longer_than_the_readers_are_cut(
     window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without budgets decoded tokens and long prompts rest in pieces of any length; windows let go of the first."""
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
     ids = tokens(2, 400)
     model = build("mistral", sliding_window=window).eval()
     expected = own_logits(model, ids)
@@ -79,7 +79,7 @@ def test_chunks_that_are_longer_than_the_readers_are_cut(
     assert cache.links[0].stretch.passed == [0 if window is None else 1] * 3
     trunkline.save_cache(model, cache, tmp_path / "cache")
     trunkline.unstream(model)
-    trunkline.stream(model, chunk_size=32, device_budget=1_500_000, disk=tmp_path)
+    trunkline.stream(model, chunk_size=32, device_budget=1_500_000, offload_dir=tmp_path)
     loaded = trunkline.load_cache(model, tmp_path / "cache")
     stretches = [link.stretch for link in loaded.links]
     assert max(len(chunk) for stretch in stretches for chunk in stretch.chunks) <= 32
@@ -97,10 +97,10 @@ def test_chunks_that_are_longer_than_the_readers_are_cut(
 
 def test_a_fork_where_there_is_room_for_one_open_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that both have in theirs move on, and both go on."""
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 64)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 64)
     model, ids = build("llama").eval(), tokens(1, 200)
     expected = own_logits(model, ids)
-    trunkline.stream(model, chunk_size=16, device_budget=200_000, disk=tmp_path)
+    trunkline.stream(model, chunk_size=16, device_budget=200_000, offload_dir=tmp_path)
     cache = trunkline.prefill(model, ids[:, :100])
     step_through(cache, model, ids, expected, [101, 110], 1e-9)
     left = cache.tiers.room("device")
@@ -111,12 +111,12 @@ def test_a_fork_where_there_is_room_for_one_open_end(tmp_path: Path, monkeypatch
         step_through(forks[0], model, ids, expected, [stop], 1e-9)
     forks.clear()
     step_through(cache, model, ids, expected, [111, 130, 200], 1e-9)
-    assert trunkline.read_meters(model).peaks["device"] <= 200_000
+    assert trunkline.stats(model).peaks["device"] <= 200_000
 
 
 def test_a_damaged_cache_is_an_error_that_says_so(tmp_path: Path) -> None:
     model = build("llama").eval()
-    trunkline.stream(model, chunk_size=16, device_budget=1_000_000, disk=tmp_path)
+    trunkline.stream(model, chunk_size=16, device_budget=1_000_000, offload_dir=tmp_path)
     for name in ("rest.safetensors", "stretch-00000-chunk-00001.safetensors"):
         for what in ("cut", "gone"):
             folder = tmp_path / f"{name} {what}"
@@ -128,12 +128,12 @@ def test_a_damaged_cache_is_an_error_that_says_so(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=rf"damaged cache: {name} cannot be read .* save it anew"):
                 trunkline.load_cache(model, folder)
             gc.collect()
-            trunkline.read_meters(model)
+            trunkline.stats(model)
             assert sum(account.held for account in tiers_of(model).accounts.values()) == 0
 
 
 def test_what_was_forgotten_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.cache.streamed.OPEN_TOKENS", 8)
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
     model, ids = build("llama").eval(), tokens(1, 100)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16)

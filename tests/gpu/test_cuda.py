@@ -84,9 +84,9 @@ def test_4_bit_weights_below_adapters() -> None:
 
 BUDGETS = [
     {"device_budget": "1MiB", "host_budget": "64MiB"},
-    {"device_budget": "1MiB", "host_budget": "1MiB", "disk": "/tmp"},
-    {"device_budget": "1MiB", "disk": "/tmp", "strategy": "streamed"},
-    {"device_budget": "2MiB", "host_budget": "64MiB", "strategy": "head_groups", "inputs_every": 2},
+    {"device_budget": "1MiB", "host_budget": "1MiB", "offload_dir": "/tmp"},
+    {"device_budget": "1MiB", "offload_dir": "/tmp", "attn_strategy": "streamed"},
+    {"device_budget": "2MiB", "host_budget": "64MiB", "attn_strategy": "head_groups", "checkpoint_every": 2},
 ]
 
 
@@ -103,7 +103,7 @@ def test_budgets_change_no_gradient_and_are_kept(keep: tuple[str, ...], budgets:
     for _ in range(3):  # the second and third step reuse every block
         _, got = streamed(model, ids, ids, 512)
         assert total_error(got, exact) <= 1.2 * total_error(resident, exact)
-    meters = trunkline.read_meters(model)
+    meters = trunkline.stats(model)
     assert meters.moved > 0
     accounts = model.forward.tiers.accounts
     assert all(meters.peaks[tier] <= (account.budget or 0) for tier, account in accounts.items())
@@ -116,7 +116,7 @@ def test_fetches_run_under_compute() -> None:
     """In a profiler's trace copies into the device overlap kernels, and no sweep waits for the device."""
     model = build("llama", torch.bfloat16, head_dim=64, hidden_size=512, intermediate_size=2048).cuda()
     ids = tokens(1, 32_768).cuda()
-    trunkline.stream(model, chunk_size=4_096, device_budget="80MiB", host_budget="2GiB", strategy="streamed")
+    trunkline.stream(model, chunk_size=4_096, device_budget="80MiB", host_budget="2GiB", attn_strategy="streamed")
     streamed(model, ids, ids)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         streamed(model, ids, ids)
@@ -127,7 +127,7 @@ def test_fetches_run_under_compute() -> None:
     assert copies
     hidden = sum(any(start < c.end and c.start < end for start, end in kernels) for c in copies)
     assert hidden / len(copies) > 0.9
-    meters = trunkline.read_meters(model)
+    meters = trunkline.stats(model)
     assert meters.lanes["fetch"].exposed < meters.lanes["fetch"].busy
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 from trunkline.train.display import PlainDisplay
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import train
@@ -33,7 +33,7 @@ class Silent(PlainDisplay):
 def test_a_run_that_offloads(tmp_path: Path, beyond: str) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{i * i} of {i}\n" for i in range(4000)))
-    room = {"host_budget": "1GiB"} if beyond == "host" else {"disk": str(tmp_path), "disk_budget": "1GiB"}
+    room = {"host_budget": "1GiB"} if beyond == "host" else {"offload_dir": str(tmp_path), "disk_budget": "1GiB"}
     recipe = {
         "model": {"preset": "tiny-llama", "dtype": "bfloat16", "overrides": {"num_hidden_layers": 4}},
         "data": {"files": [str(corpus)]},

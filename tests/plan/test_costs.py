@@ -9,10 +9,10 @@ import torch
 from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from trunkline.attention.virtual import Attended
+from trunkline.attention.meta_kernel import Attended
 from trunkline.plan.costs import FREE, Cost, Costs, kind_of
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
-from trunkline.plan.rehearsal import rehearse
 
 aten = torch.ops.aten
 
@@ -175,7 +175,7 @@ def test_products_of_experts_are_work() -> None:
     """
     config = MixtralConfig(vocab_size=97, hidden_size=32, intermediate_size=256, num_hidden_layers=2,
                            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
-    step = rehearse(
+    step = estimate(
         MixtralForCausalLM(config).to(torch.bfloat16), 64, hardware=constant(), chunk_size=16, keep=("attention", "kv")
     ).step
     head = 6 * 64 * 32 * 97

@@ -11,17 +11,17 @@ import torch
 from families import build
 from plan.profiles import constant
 
-from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.hf.decoder import HuggingFaceDecoder
+from trunkline.plan.estimate import estimate
 from trunkline.plan.layers import standing
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.results import Rehearsal
-from trunkline.plan.sharding import Spread
+from trunkline.plan.results import Estimate
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import AdamW
 
 LAYERS = 12
 ALTERNATING = [("full_attention" if i % 3 == 2 else "sliding_attention") for i in range(LAYERS)]
-TIGHT = {"disk": ".", "disk_budget": "8MiB"}
+TIGHT = {"offload_dir": ".", "disk_budget": "8MiB"}
 
 # Settings, and how many of the twelve layers are gone through.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -29,21 +29,21 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "a forward alone": ({"backward": False}, 4),
     "room for the inputs of some": ({"device_budget": "96KiB", "host_budget": "1MiB"}, 8),
     "three tiers": ({"device_budget": "64KiB", "host_budget": "96KiB", **TIGHT}, 12),
-    "streamed": ({"device_budget": "48KiB", "host_budget": "4MiB", "strategy": "streamed"}, 5),
-    "head groups": ({"device_budget": "96KiB", "host_budget": "4MiB", "strategy": "head_groups", "keep": ()}, 10),
-    "groups of two": ({"inputs_every": 2}, 8),
-    "a last group of one": ({"inputs_every": 2, "layers": 13, "keep": ("kv",)}, 9),
-    "a last group of two": ({"inputs_every": 3, "layers": 17, "device_budget": "64KiB", "host_budget": "4MiB"}, 14),
-    "groups, nothing kept": ({"inputs_every": 2, "keep": ()}, 8),
+    "streamed": ({"device_budget": "48KiB", "host_budget": "4MiB", "attn_strategy": "streamed"}, 5),
+    "head groups": ({"device_budget": "96KiB", "host_budget": "4MiB", "attn_strategy": "head_groups", "keep": ()}, 10),
+    "groups of two": ({"checkpoint_every": 2}, 8),
+    "a last group of one": ({"checkpoint_every": 2, "layers": 13, "keep": ("kv",)}, 9),
+    "a last group of two": ({"checkpoint_every": 3, "layers": 17, "device_budget": "64KiB", "host_budget": "4MiB"}, 14),
+    "groups, nothing kept": ({"checkpoint_every": 2, "keep": ()}, 8),
     "frozen below": ({"frozen": 7}, 8),
     "frozen below, one tier full": ({"frozen": 6, "device_budget": "64KiB", "host_budget": "4MiB"}, 10),
     "windows": ({"windows": True}, 8),
     "windows, streamed": (
-        {"windows": True, "device_budget": "48KiB", "host_budget": "4MiB", "strategy": "streamed"}, 9
+        {"windows": True, "device_budget": "48KiB", "host_budget": "4MiB", "attn_strategy": "streamed"}, 9
     ),
-    "ranks": ({"degrees": Degrees(sp=2)}, 4),
-    "replicas": ({"degrees": Degrees(dp=2), "spread": Spread(zero=2)}, 4),
-    "offloaded": ({"spread": Spread(offload=True)}, 4),
+    "ranks": ({"degrees": ParallelDims(sp=2)}, 4),
+    "replicas": ({"degrees": ParallelDims(dp=2), "spread": ShardingSpec(zero=2)}, 4),
+    "offloaded": ({"spread": ShardingSpec(offload=True)}, 4),
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
     return found
 
 
-def both(name: str, calls: Counter[int], **more: Any) -> tuple[Rehearsal, Rehearsal, int]:
+def both(name: str, calls: Counter[int], **more: Any) -> tuple[Estimate, Estimate, int]:
     """A rehearsal through some layers, and through all; and how many some were."""
     given = {"hardware": constant(host_seconds=2e-6, kernel_seconds=1e-6), "optimizer": AdamW(), "chunk_size": 16,
              "device": "cuda", **CASES[name][0], **more}  # fmt: skip
@@ -73,10 +73,10 @@ def both(name: str, calls: Counter[int], **more: Any) -> tuple[Rehearsal, Rehear
         for layer in model.model.layers[:frozen]:
             layer.requires_grad_(False)
     calls.clear()
-    some = rehearse(model, 64, **given)
+    some = estimate(model, 64, **given)
     gone_through = len(+calls)
     calls.clear()
-    every = rehearse(model, 64, extrapolate=False, **given)
+    every = estimate(model, 64, extrapolate=False, **given)
     assert set(+calls) == set(range(layers))
     return some, every, gone_through
 

@@ -6,7 +6,7 @@ from families import build
 from plan.profiles import constant
 
 import trunkline
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan import overheads
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_operators_are_counted_once_each() -> None:
     """On a CPU each costs the host its time, whatever stands for what."""
     model = build("llama", torch.float32, num_hidden_layers=6)
     steps = [
-        trunkline.rehearse(
+        trunkline.estimate(
             model, 64, hardware=constant("cpu", host_seconds=host), chunk_size=16, extrapolate=short
         ).step
         for host in (1e-15, 1.0)
@@ -55,18 +55,18 @@ def test_operators_are_counted_once_each() -> None:
     operators = steps[0].operators
     assert steps[2].seconds - steps[0].seconds == pytest.approx(operators, rel=1e-6)
     fewer = build("llama", torch.float32, num_hidden_layers=3)
-    half = trunkline.rehearse(fewer, 64, hardware=constant("cpu"), chunk_size=16).step.operators
+    half = trunkline.estimate(fewer, 64, hardware=constant("cpu"), chunk_size=16).step.operators
     assert 1.7 * half < operators < 2 * half
 
 
 def test_a_mesh_within_a_node_needs_no_figures_between_nodes() -> None:
     machine = constant(inter=None)
     model = build("llama", torch.float32)
-    assert trunkline.rehearse(model, 64, hardware=machine, degrees=Degrees(sp=2)).step.busy["comm"] > 0
+    assert trunkline.estimate(model, 64, hardware=machine, parallel_dims=ParallelDims(sp=2)).step.busy["comm"] > 0
     with pytest.raises(
         ValueError, match=r"'made-up' \(devices_per_node 4\) .* between nodes, which 8 ranks need: .*torc"
     ):
-        trunkline.rehearse(model, 64, hardware=machine, degrees=Degrees(dp=4, sp=2))
+        trunkline.estimate(model, 64, hardware=machine, parallel_dims=ParallelDims(dp=4, sp=2))
 
 
 def test_a_mesh_needs_figures_within_a_node() -> None:
@@ -75,5 +75,5 @@ def test_a_mesh_needs_figures_within_a_node() -> None:
     with pytest.raises(
         ValueError, match=r"within a node, which 2 ranks need: measure them with torchrun .*intra\.band"
     ):
-        trunkline.rehearse(build("llama", torch.float32), 64, hardware=machine, degrees=Degrees(cp=2))
-    assert trunkline.rehearse(build("llama", torch.float32), 64, hardware=machine).step is not None
+        trunkline.estimate(build("llama", torch.float32), 64, hardware=machine, parallel_dims=ParallelDims(cp=2))
+    assert trunkline.estimate(build("llama", torch.float32), 64, hardware=machine).step is not None

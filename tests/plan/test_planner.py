@@ -9,17 +9,17 @@ import torch
 from families import build
 from plan.profiles import constant
 
-from trunkline.parallel.mesh import Degrees
-from trunkline.plan.blank import Blank
+from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.choices import Machine, Task, chunk_sizes, kept, meshes
+from trunkline.plan.estimate import estimate
+from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.results import Rehearsal
-from trunkline.plan.sharding import Spread
+from trunkline.plan.results import Estimate
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import AdamW
 
 MIB = 2**20
-BLANK = Blank.of(build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2))
+BLANK = MetaModel.of(build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2))
 
 
 def machine(device_mib: float, *, devices: int = 1, host: int = 2**34) -> Machine:
@@ -32,18 +32,18 @@ def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
     planner = Planner(BLANK, machine(64))
     plan = planner.best(Task(32_768))
     assert plan.excess <= 0
-    assert plan.rehearsal.step is not None
+    assert plan.estimate.step is not None
     assert plan.others
-    assert all(seconds >= plan.rehearsal.step.seconds for _, seconds in plan.others)
-    assert plan.rehearsal.peaks["device"] <= plan.room.device
+    assert all(seconds >= plan.estimate.step.seconds for _, seconds in plan.others)
+    assert plan.estimate.peaks["device"] <= plan.room.device
 
 
 @pytest.mark.parametrize("hidden_mib", [4, 2**10])
 def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.MonkeyPatch, hidden_mib: int) -> None:
     """A device that holds more beside the stores than the short step showed gets smaller stores, or is refused."""
-    shown = rehearse
+    shown = estimate
 
-    def probe(*args: object, **kwargs: object) -> Rehearsal:
+    def probe(*args: object, **kwargs: object) -> Estimate:
         found = shown(*args, **kwargs)  # type: ignore[arg-type]
         return replace(found, beyond_stores=max(found.beyond_stores - hidden_mib * MIB, 0))
 
@@ -60,8 +60,10 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
 def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
     count = sum(p.numel() for p in BLANK.model.parameters())
     whole = [
-        Planner(BLANK, machine(64, devices=2)).best(Task(4_096, degrees=Degrees(sp=2), spread=spread)).loading
-        for spread in (Spread(zero=0), Spread(zero=3), Spread(zero=3, dtype=torch.float32))
+        Planner(BLANK, machine(64, devices=2))
+        .best(Task(4_096, parallel_dims=ParallelDims(sp=2), sharding_spec=sharding_spec))
+        .loading
+        for sharding_spec in (ShardingSpec(zero=0), ShardingSpec(zero=3), ShardingSpec(zero=3, dtype=torch.float32))
     ]
     assert whole == [0, 2 * count, 4 * count]
 
@@ -69,16 +71,16 @@ def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
 def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:
     task = Task(32_768)
     roomy, tight = (Planner(BLANK, machine(size)).best(task) for size in (256, 24))
-    assert sum(roomy.rehearsal.memory["device"].values()) > sum(tight.rehearsal.memory["device"].values())
-    assert tight.rehearsal.moved["stash"] > roomy.rehearsal.moved["stash"] == 0
+    assert sum(roomy.estimate.memory["device"].values()) > sum(tight.estimate.memory["device"].values())
+    assert tight.estimate.moved["stash"] > roomy.estimate.moved["stash"] == 0
     with pytest.raises(DoesNotFit, match=r"needs .* before anything is kept .* too much with chunk"):
         Planner(BLANK, machine(1)).best(task)
 
 
 def test_budgets_reserve_what_a_step_needs_and_no_more() -> None:
     plan = Planner(BLANK, machine(24)).best(Task(32_768))
-    assert plan.settings["host_budget"] == plan.rehearsal.reserved["host"]
-    assert plan.rehearsal.peaks["host"] <= plan.settings["host_budget"] < 1.1 * plan.rehearsal.peaks["host"] + MIB
+    assert plan.settings["host_budget"] == plan.estimate.reserved["host"]
+    assert plan.estimate.peaks["host"] <= plan.settings["host_budget"] < 1.1 * plan.estimate.peaks["host"] + MIB
 
 
 @pytest.mark.parametrize("device_mib", [16, 24, 40])
@@ -92,14 +94,14 @@ def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
     planner = Planner(BLANK, small)
     for keep, every in kept(more, 4):
         for chunk in chunk_sizes(more, small.hardware):
-            choice = type(plan.choice)(Degrees(), plan.choice.spread, chunk, keep, every)
+            choice = type(plan.choice)(ParallelDims(), plan.choice.sharding_spec, chunk, keep, every)
             assert planner._lack(more, choice) is not None
 
 
 def test_what_is_given_is_not_chosen() -> None:
-    fixed = {"chunk_size": 4_096, "keep": (), "inputs_every": 2, "device_budget": 20 * MIB}
+    fixed = {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2, "device_budget": 20 * MIB}
     plan = Planner(BLANK, machine(256)).best(Task(16_384, fixed=fixed))
-    assert plan.choice.settings == {"chunk_size": 4_096, "keep": (), "inputs_every": 2}
+    assert plan.choice.settings == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
     assert plan.room.device == 20 * MIB
 
 
@@ -107,14 +109,16 @@ def test_replicas_come_first_then_heads_then_rows() -> None:
     task = Task(1_024, batch_size=4)
     assert [(d.dp, d.sp, d.cp) for d in meshes(task, machine(64, devices=8), 4)] == [(4, 2, 1), (2, 4, 1), (1, 4, 2)]
     with pytest.raises(ValueError, match="makes 2 ranks"):
-        Planner(BLANK, machine(64, devices=3)).best(Task(1_024, degrees=Degrees(sp=2), spread=Spread()))
+        Planner(BLANK, machine(64, devices=3)).best(
+            Task(1_024, parallel_dims=ParallelDims(sp=2), sharding_spec=ShardingSpec())
+        )
 
 
 def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
     planner = [Planner(BLANK, machine(64)).best(Task(4_096, micro_batches=n)) for n in (1, 2)]
-    held = [sum(p.rehearsal.memory["device"].values()) for p in planner]
+    held = [sum(p.estimate.memory["device"].values()) for p in planner]
     count = sum(p.numel() for p in BLANK.model.parameters())
-    assert planner[1].rehearsal.memory["device"]["gradients of earlier micro-batches"] == 4 * count
+    assert planner[1].estimate.memory["device"]["gradients of earlier micro-batches"] == 4 * count
     assert held[1] == held[0] + 4 * count
 
 
@@ -126,5 +130,5 @@ def test_machines_that_are_none() -> None:
 
 def test_device_hours() -> None:
     plan = Planner(BLANK, machine(64)).best(Task(4_096, optimizer=AdamW()))
-    assert plan.rehearsal.step is not None
-    assert plan.gpu_hours(4_096 * 3_600) == pytest.approx(plan.rehearsal.step.seconds)
+    assert plan.estimate.step is not None
+    assert plan.gpu_hours(4_096 * 3_600) == pytest.approx(plan.estimate.step.seconds)

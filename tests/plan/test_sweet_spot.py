@@ -63,8 +63,8 @@ def test_a_pair_moves_what_the_engine_moves() -> None:
 
     def of_a_pair(*, backward: bool) -> tuple[int, int]:
         a, b, c = (
-            trunkline.rehearse(
-                model, n * tokens, device="cuda", chunk_size=tokens, backward=backward, strategy="streamed",
+            trunkline.estimate(
+                model, n * tokens, device="cuda", chunk_size=tokens, backward=backward, attn_strategy="streamed",
                 device_budget="170KiB" if backward else "66KiB", host_budget="1GiB",
             ).moved
             for n in (16, 16 + step, 16 + 2 * step)

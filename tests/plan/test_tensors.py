@@ -13,33 +13,33 @@ from plan.profiles import constant
 from torch import distributed as dist
 
 import trunkline
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan import tensors
-from trunkline.plan.blank import Blank
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.sharding import Spread
+from trunkline.plan.estimate import estimate
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.sharding import ShardingSpec
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def measured(degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
-    mesh = trunkline.init_mesh(**degrees)
+def measured(parallel_dims: dict[str, int], settings: dict[str, Any]) -> dict[str, Any]:
+    mesh = trunkline.init_mesh(**parallel_dims)
     model = build("llama", torch.float32, **SHAPE)
     trunkline.shard(model, mesh, zero=0)
     trunkline.stream(model, mesh=mesh, **settings)
     ids = tokens(1, 64)
     model(input_ids=ids, labels=ids).loss.backward()
-    meters = trunkline.read_meters(model)
+    meters = trunkline.stats(model)
     own = sum((p.to_local() if hasattr(p, "to_local") else p).nbytes for p in model.parameters())
     return {"device": meters.peaks["device"], "comm": meters.lanes["comm"].moved, "parameters": own}
 
 
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sp": 2}])
-def test_stores_and_parameters_are_those_of_a_rank(degrees: dict[str, int]) -> None:
+def test_stores_and_parameters_are_those_of_a_rank(parallel_dims: dict[str, int]) -> None:
     settings = {"chunk_size": 16}
     model = build("llama", torch.float32, **SHAPE)
-    said = rehearse(model, 64, degrees=Degrees(**degrees), spread=Spread(0), **settings)
-    found = run(len(degrees) * 2 if len(degrees) > 1 else 2, measured, degrees, settings)[0]
+    said = estimate(model, 64, parallel_dims=ParallelDims(**parallel_dims), sharding_spec=ShardingSpec(0), **settings)
+    found = run(len(parallel_dims) * 2 if len(parallel_dims) > 1 else 2, measured, parallel_dims, settings)[0]
     assert said.peaks["device"] == found["device"]
     assert said.memory["device"]["parameters"] == found["parameters"]
     assert said.moved.get("comm", 0) == found["comm"]
@@ -50,7 +50,9 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
     model = build("llama", torch.float32, vocab_size=96, **SHAPE)  # which two ranks can halve
     hardware = constant(dtypes=("bf16", "fp32"))
     steps = [
-        rehearse(model, 64, chunk_size=16, degrees=Degrees(tp=n), spread=Spread(0), hardware=hardware).step
+        estimate(
+            model, 64, chunk_size=16, parallel_dims=ParallelDims(tp=n), sharding_spec=ShardingSpec(0), hardware=hardware
+        ).step
         for n in (1, 2)
     ]
     assert steps[0] is not None
@@ -63,7 +65,7 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
 
 
 def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    blank = Blank.of(build("llama", torch.float32, **SHAPE))
+    blank = MetaModel.of(build("llama", torch.float32, **SHAPE))
     monkeypatch.setattr(tensors.dist, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match="tp=2"), tensors.cut(blank, 2):
         pass

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trunkline.parallel.mesh import Degrees
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
-from trunkline.plan.rehearsal import rehearse
 from trunkline.plan.states import AdamW
 from trunkline.plan.timelines import MOST_POINTS, before, capacity_of, timeline_of
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 
 SEQ_LEN = 16_384
 
@@ -30,14 +30,14 @@ def model():
 CASES = {
     "resident": {},
     "offloaded": {"device_budget": "60MiB", "host_budget": "2GiB"},
-    "ranks": {"degrees": Degrees(sp=4)},
+    "ranks": {"degrees": ParallelDims(sp=4)},
 }
 
 
 @pytest.fixture(params=CASES, scope="module")
-def rehearsal(request, model):
+def estimated(request, model):
     settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamW(), "drawn": True}
-    return rehearse(model, SEQ_LEN, **settings, **CASES[request.param])
+    return estimate(model, SEQ_LEN, **settings, **CASES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_file_gives_it_back(timeline):
 
 def test_the_spike_is_smaller_in_chunks(model):
     settings = {"hardware": "h200", "optimizer": AdamW()}
-    after = timeline_of(rehearse(model, SEQ_LEN, chunk_size=2048, drawn=True, **settings), "after", {})
+    after = timeline_of(estimate(model, SEQ_LEN, chunk_size=2048, drawn=True, **settings), "after", {})
     unchunked = before(model, SEQ_LEN, title="before", **settings)
     # Logits of all tokens, in fp32, and their gradient exist at once.
     assert unchunked.peak("device") > SEQ_LEN * 32_000 * (4 + 4)
@@ -105,7 +105,7 @@ def test_the_spike_is_smaller_in_chunks(model):
 
 
 def test_points_are_bounded_and_the_peak_is_none_of_those_left_out(model):
-    many = rehearse(model, SEQ_LEN, chunk_size=64, hardware="h200", drawn=True)
+    many = estimate(model, SEQ_LEN, chunk_size=64, hardware="h200", drawn=True)
     assert len(many.step.memory["device"]) > MOST_POINTS // 2
     timeline = timeline_of(many, "many chunks", {})
     assert all(len(steps) <= MOST_POINTS for steps in timeline.memory.values())
@@ -121,4 +121,4 @@ def test_capacity_of_a_device_and_its_share_of_the_host():
 def test_without_time_or_drawing_there_is_nothing_to_draw(model):
     for settings in ({"drawn": True}, {"hardware": "h200"}):
         with pytest.raises(ValueError, match="drawn=True"):
-            timeline_of(rehearse(model, 4096, chunk_size=2048, **settings), "a step", {})
+            timeline_of(estimate(model, 4096, chunk_size=2048, **settings), "a step", {})

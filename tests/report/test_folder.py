@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from trunkline import checked
 from trunkline.report.comparison import compare, measured
 from trunkline.report.evaluations import Found, score_rows
 from trunkline.report.folder import read_run
 from trunkline.report.headline import headline
 from trunkline.train.evaluating import EvaluationRecord
+from trunkline.utils import json_fields
 
 
 def test_everything_is_read(folder, timeline):
@@ -74,7 +74,7 @@ def test_a_broken_evaluation_is_named(folder, make, name, value, message):
 
 def test_evaluations_of_a_run_are_what_the_report_reads():
     record = EvaluationRecord(2, 1.0, None, None, 0, {"forced": {"needle": {4096: 0.5}}}, {"forced": None})
-    assert Found.of(checked.parse(record.to_json())) == Found(2, None, record.scores, record.effective_length)
+    assert Found.of(json_fields.parse(record.to_json())) == Found(2, None, record.scores, record.effective_length)
 
 
 def test_a_broken_timeline_is_named(folder):

@@ -148,19 +148,19 @@ def test_the_loss_is_that_of_training_on_the_same_tokens(texts: Path) -> None:
 
 
 def test_the_next_step_does_not_count_it(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets = {"device_budget": "150KiB", "disk": str(texts), "disk_budget": "64MiB"}
+    budgets = {"device_budget": "150KiB", "offload_dir": str(texts), "disk_budget": "64MiB"}
     recipe = make(texts, evaluate=section(texts, tasks=[]), **budgets, chunk_size=32)
     trainer, evaluator = trainer_for(recipe), evaluator_for(recipe)
     trainer.step(0)
     expected = trainer.step(1)
     moved: list[int] = []
 
-    def read_meters(model: Any) -> trunkline.Meters:
-        found = trunkline.read_meters(model)
+    def stats(model: Any) -> trunkline.Stats:
+        found = trunkline.stats(model)
         moved.append(int(found.lanes["fetch"].moved))
         return found
 
-    monkeypatch.setattr(evaluating, "read_meters", read_meters)
+    monkeypatch.setattr(evaluating, "stats", stats)
     now = PartClock.now
     monkeypatch.setattr(PartClock, "now", lambda self: now(self) + shift[0])
     shift = [0.0]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trunkline.parallel.norm import total_norm
+from trunkline.distributed.grad_norm import total_norm
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import OptimizerSection
 

@@ -14,7 +14,7 @@ from plan.profiles import constant
 from rich.console import Console
 
 from trunkline.data import load_encoder
-from trunkline.plan.results import Rehearsal
+from trunkline.plan.results import Estimate
 from trunkline.train import preflight as module
 from trunkline.train.display import PlainDisplay
 from trunkline.train.job import Job
@@ -63,7 +63,7 @@ def test_it_fits_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """With as much as it says that a step takes it goes on, with one byte less it stops."""
     recipe = recipe_of(tmp_path)
     with_room(monkeypatch)
-    rehearsal = flown(recipe).rehearsal
+    rehearsal = flown(recipe).estimate
     assert rehearsal is not None
     wanted = sum(rehearsal.memory["device"].values())
     monkeypatch.setattr(module, "_USABLE", 1.0)
@@ -77,7 +77,7 @@ def test_it_fits_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_disk_has_to_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, disk=1 * MIB)
     with pytest.raises(RecipeError, match=r"disk tier.*another disk"):
-        flown(recipe_of(tmp_path, device_budget="4MiB", disk=str(tmp_path)))
+        flown(recipe_of(tmp_path, device_budget="4MiB", offload_dir=str(tmp_path)))
 
 
 def test_budgets_that_are_too_small_are_told_as_ever(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path, monkeypatch: pyt
     assert flown(recipe).recipe.chunk_size == 4_096
     needs = {}
     for chunk in (4_096, 2_048, 1_024):
-        rehearsal = flown(recipe.model_copy(update={"chunk_size": chunk})).rehearsal
+        rehearsal = flown(recipe.model_copy(update={"chunk_size": chunk})).estimate
         assert rehearsal is not None
         needs[chunk] = sum(rehearsal.memory["device"].values())
     assert needs[4_096] > needs[2_048] > needs[1_024]
@@ -108,16 +108,16 @@ def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
     with_room(monkeypatch)
     found = flown(recipe)
     assert found.recipe.chunk_size == 8_192
-    assert found.rehearsal is not None
-    assert found.rehearsal.step is not None
+    assert found.estimate is not None
+    assert found.estimate.step is not None
     record = json.loads(found.record() or "")
-    assert record["seconds"] == found.rehearsal.step.seconds
+    assert record["seconds"] == found.estimate.step.seconds
 
 
 def test_every_size_that_is_rehearsed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, context=2**20, chunk_size="auto")
     seen: list[str] = []
-    monkeypatch.setattr(module, "_step", lambda *args: Rehearsal({}, {}, {"device": {"all": 2**41}, "host": {}}))
+    monkeypatch.setattr(module, "_step", lambda *args: Estimate({}, {}, {"device": {"all": 2**41}, "host": {}}))
     with_room(monkeypatch)
     with pytest.raises(RecipeError, match="does not fit"):
         preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), Job(), CPU, seen.append)
@@ -128,9 +128,9 @@ def test_bytes_are_looked_at_before_seconds(tmp_path: Path, monkeypatch: pytest.
     recipe = recipe_of(tmp_path, context=16_384, chunk_size="auto")
     machines: list[object] = []
 
-    def step(*args: object) -> Rehearsal:
+    def step(*args: object) -> Estimate:
         machines.append(args[4])
-        return Rehearsal({}, {}, {"device": {"all": 2**41}, "host": {}})
+        return Estimate({}, {}, {"device": {"all": 2**41}, "host": {}})
 
     monkeypatch.setattr(module, "_step", step)
     monkeypatch.setattr(module, "profile_of", lambda _: constant("cpu"))
@@ -144,7 +144,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Monke
     """Each process of a job that cuts parameters builds all of them first."""
     recipe = recipe_of(tmp_path, parallel={"offload": True})
     with_room(monkeypatch)
-    rehearsal = flown(recipe).rehearsal
+    rehearsal = flown(recipe).estimate
     assert rehearsal is not None
     whole = rehearsal.memory["host"]["parameters"]
     monkeypatch.setattr(module, "_USABLE", 1.0)
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Monke
 def test_host_memory_is_pinned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where host memory is no device it is the budget that has to fit, not what of it is used."""
     monkeypatch.setattr(module, "_USABLE", 1.0)
-    rehearsal = Rehearsal({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
+    rehearsal = Estimate({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
     free = {"device": 0, "host": 9 * MIB}
     module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="8MiB"), rehearsal, free, 512)
     with pytest.raises(RecipeError, match=r"hold 10\.0 MiB in its host tier \(the rest of host_budget 6\.0 MiB"):
@@ -165,7 +165,7 @@ def test_host_memory_is_pinned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:
     """Bytes over the lanes are those that the step of `metrics.jsonl` moved."""
-    recipe = recipe_of(tmp_path, device_budget="4MiB", disk=str(tmp_path))
+    recipe = recipe_of(tmp_path, device_budget="4MiB", offload_dir=str(tmp_path))
     train(recipe, PlainDisplay(Console(quiet=True)))
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import trunkline
+from trunkline.api import tiers_of
 from trunkline.data import Document, cut_documents, load_encoder
-from trunkline.parallel.norm import local
+from trunkline.distributed.grad_norm import local
 from trunkline.report import write_report
-from trunkline.streaming import tiers_of
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 from trunkline.train.clock import PartClock
 from trunkline.train.display import PlainDisplay
 from trunkline.train.gauges import EVERY, ProcessGauge
@@ -67,7 +67,7 @@ def make(tmp_path, **more):
             "steps": 3,
             "output": str(tmp_path / "run"),
             "device_budget": "600KiB",
-            "disk": str(scratch),
+            "offload_dir": str(scratch),
             "disk_budget": "64MiB",
             **more,
         }

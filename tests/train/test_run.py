@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import trunkline
 from trunkline.data import Document, cut_documents, load_encoder
-from trunkline.flops import model_flops
+from trunkline.hf.flops import model_flops
 from trunkline.train import loop, run
 from trunkline.train.clock import PARTS, PartClock
 from trunkline.train.job import Job
@@ -141,7 +141,7 @@ def test_stores_on_disk_change_no_loss_and_are_in_the_metrics(tmp_path, corpus):
     reference = train(make(tmp_path, corpus, output=str(tmp_path / "a"), chunk_size=16), Recorder())
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    budgets = {"device_budget": "100KiB", "disk": str(scratch), "disk_budget": "64MiB", "inputs_every": 2}
+    budgets = {"device_budget": "100KiB", "offload_dir": str(scratch), "disk_budget": "64MiB", "checkpoint_every": 2}
     other = train(make(tmp_path, corpus, output=str(tmp_path / "b"), chunk_size=16, **budgets), Recorder())
     assert [s.loss for s in other.steps] == pytest.approx([s.loss for s in reference.steps], rel=1e-4)
     for line in read_metrics(other.output):
@@ -172,7 +172,7 @@ def trainer_for(recipe: Recipe, *, streamed: bool = True) -> Trainer:
     clock, display = PartClock(CPU), Recorder()
     if streamed:
         trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
-    meters = trunkline.read_meters if streamed else lambda model: trunkline.Meters({}, {})
+    meters = trunkline.stats if streamed else lambda model: trunkline.Stats({}, {})
     return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, Job(), meters)
 
 

@@ -10,7 +10,7 @@ keys are one view of it: as many chunks as the device has room for, all of them 
 Those of the other chunks are *streamed*: one kernel call a chunk, while the next is fetched. With a window every chunk
 is, so that those that no later query sees can be let go.
 
-What queries see of the keys before them (`trunkline.attention.visibility`) says which chunks they meet at all, and in
+What queries see of the keys before them (`trunkline.attention.mask`) says which chunks they meet at all, and in
 which calls.
 """
 
@@ -25,23 +25,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.attention import calls
+from trunkline.attention import block_call
+from trunkline.attention.grad_sum import GradSum
 from trunkline.attention.kernels import Kernel, resolve
-from trunkline.attention.meetings import Meetings
-from trunkline.attention.merge import Merged, joined_rows
-from trunkline.attention.pairs import Pair, Pairs
-from trunkline.attention.pieces import Piece, Pieces, Returns
+from trunkline.attention.kv_gather import KeyValueGather
+from trunkline.attention.kv_spans import GradScatter, KVSpan, KVSpans
+from trunkline.attention.kv_store import KVPair, KVStore
+from trunkline.attention.mask import PLAIN, MaskBlock, RowMask
+from trunkline.attention.online_softmax import OnlineSoftmax, joined_rows
+from trunkline.attention.schedule import ChunkSchedule
 from trunkline.attention.scoring import Scoring, sinks_gradient, with_sinks
-from trunkline.attention.totals import Total
-from trunkline.attention.visibility import PLAIN, Block, Visibility
 from trunkline.chunking import Chunk
-from trunkline.ranks import KeyValueGather
-from trunkline.sequence import ChunkedSequence, Reader
-from trunkline.tiers.stores import Stores
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
+from trunkline.offload.stores import Stores
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class CoreStores:
     """The stores of a core: keys, values, outputs, log-sum-exps, gradients of keys and values.
 
     `live_k` and `live_v` are those of the layer under way, where `k` and `v` are kept for each layer.
@@ -62,9 +62,9 @@ class Names:
         return self.live_k or self.k, self.live_v or self.v, self.dk, self.dv
 
 
-def meetings_of(chunks: list[Chunk], sight: Sequence[Visibility], gather: KeyValueGather | None) -> Meetings:
+def schedule_of(chunks: list[Chunk], sight: Sequence[RowMask], gather: KeyValueGather | None) -> ChunkSchedule:
     """Which of these rows' chunks meet; see `Core`."""
-    return Meetings(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
+    return ChunkSchedule(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
 
 
 class Core:
@@ -92,9 +92,9 @@ class Core:
         keep_attention: bool,
         keep_kv: bool,
         stores: Stores,
-        names: Names,
+        names: CoreStores,
         gather: KeyValueGather | None = None,
-        sight: Sequence[Visibility] = PLAIN,
+        sight: Sequence[RowMask] = PLAIN,
         softcap: float | None = None,
         frees: bool = True,
     ) -> None:
@@ -105,7 +105,7 @@ class Core:
         self._gather = gather
         self._softcap = softcap
         self._num_sights = len(sight)
-        self._meetings = meetings_of(chunks, sight, gather)
+        self._meetings = schedule_of(chunks, sight, gather)
         self.frees = frees and self._meetings.frees
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
@@ -116,9 +116,9 @@ class Core:
         # As many chunks as one meets take turns in the places of the layer under way.
         turns = self._meetings.live if self.frees else None
         own = None if names.live_k else turns  # else they have places of their own, where all of them stay
-        self._kv = Pairs(chunks, self.num_resident, stores, (names.k, names.v), own)  # in the kernel's dtype
-        self._pieces = Pieces(chunks, self._kv, self.num_resident, self._meetings, gather)
-        self._dkv = Pairs(chunks, self.num_resident, stores, (names.dk, names.dv), turns)  # fp32 or wider
+        self._kv = KVStore(chunks, self.num_resident, stores, (names.k, names.v), own)  # in the kernel's dtype
+        self._pieces = KVSpans(chunks, self._kv, self.num_resident, self._meetings, gather)
+        self._dkv = KVStore(chunks, self.num_resident, stores, (names.dk, names.dv), turns)  # fp32 or wider
         self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
         self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
@@ -193,7 +193,7 @@ class Core:
             self._kv_complete = True
         return self._kv_complete
 
-    def put(self, chunk: Chunk, k: Tensor, v: Tensor) -> Pair:
+    def put(self, chunk: Chunk, k: Tensor, v: Tensor) -> KVPair:
         """Keep keys/values of a chunk, for it and the chunks that come after it; gives them in the kernel's dtype."""
         own = self._own(k, v)
         self._kv.put(chunk, own)
@@ -239,7 +239,7 @@ class Core:
 
         `known` comes before it.
         """
-        o: Tensor = _Replay.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
+        o: Tensor = _ReplayAttention.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
 
     def gradient(
@@ -260,7 +260,7 @@ class Core:
             self._dkv.read_later(later, take=True)
 
     def _kept_output(
-        self, chunk: Chunk, q: Tensor, own: Pair, scoring: Scoring, *, differentiated: bool
+        self, chunk: Chunk, q: Tensor, own: KVPair, scoring: Scoring, *, differentiated: bool
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a chunk in the backward sweep."""
         if not self.keep_attention:
@@ -279,7 +279,7 @@ class Core:
 
     # -- the two directions of one chunk -------------------------------------------------------------------------------
 
-    def _own(self, k: Tensor, v: Tensor) -> Pair:
+    def _own(self, k: Tensor, v: Tensor) -> KVPair:
         if self._kernel is None:
             shape = k.shape[-1], v.shape[-1]
             self._kernel = resolve(k.device, k.dtype, *shape, self._kernel_name, softcap=self._softcap)
@@ -287,15 +287,15 @@ class Core:
         return k.to(dtype), v.to(dtype)
 
     def _attend(
-        self, chunk: Chunk, q: Tensor, own: Pair, scoring: Scoring, following: Chunk | None
+        self, chunk: Chunk, q: Tensor, own: KVPair, scoring: Scoring, following: Chunk | None
     ) -> tuple[Tensor, Tensor]:
         assert self._kernel is not None
         q_compute = q.to(own[0].dtype)
-        merged = [Merged(q.shape[2]) for _ in range(self._num_sights)]
+        merged = [OnlineSoftmax(q.shape[2]) for _ in range(self._num_sights)]
         for piece in self._pieces.of_chunk(chunk, q, own, following, self._kernel):
             for row, first, block in self._blocks(chunk, piece):
-                given = calls.of_row(row, q_compute, piece.k, piece.v)
-                part = calls.forward(self._kernel, block, *given, first=first, scale=scoring.scale)
+                given = block_call.of_row(row, q_compute, piece.k, piece.v)
+                part = block_call.forward(self._kernel, block, *given, first=first, scale=scoring.scale)
                 merged[row or 0].add(block.rows, *part)
         o, lse = joined_rows([each.result() for each in merged])
         if scoring.sinks is not None:
@@ -303,7 +303,7 @@ class Core:
         return o.to(q.dtype), lse
 
     def _gradient(
-        self, chunk: Chunk, do: Tensor, q: Tensor, own: Pair, o: Tensor, lse: Tensor, scale: float
+        self, chunk: Chunk, do: Tensor, q: Tensor, own: KVPair, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         kernel = self._kernel
         assert kernel is not None
@@ -313,14 +313,14 @@ class Core:
             self._end_backward()
             return gradients
         self._dkv.begin_sums(own, lse.dtype)
-        returns = None if self._gather is None else Returns(self._gather)
-        dq = Total(q, lse.dtype)
-        sums: Pair | None = None
+        returns = None if self._gather is None else GradScatter(self._gather)
+        dq = GradSum(q, lse.dtype)
+        sums: KVPair | None = None
         for piece in self._pieces.of_chunk(chunk, q, own, self._before(chunk), kernel, backward=True):
-            dk, dv = Total(piece.k, lse.dtype), Total(piece.v, lse.dtype)
+            dk, dv = GradSum(piece.k, lse.dtype), GradSum(piece.v, lse.dtype)
             for row, first, block in self._blocks(chunk, piece):
-                given = calls.of_row(row, do, q, piece.k, piece.v, o, lse)
-                parts = calls.backward(kernel, block, *given, first=first, scale=scale)
+                given = block_call.of_row(row, do, q, piece.k, piece.v, o, lse)
+                parts = block_call.backward(kernel, block, *given, first=first, scale=scale)
                 keys = block.keys[0] - first, block.keys[1] - first
                 for total, part, at in zip((dq, dk, dv), parts, (block.rows, keys, keys), strict=True):
                     total.add(part, row, *at)
@@ -338,7 +338,7 @@ class Core:
         assert sums is not None
         return dq.value, *sums
 
-    def _add(self, chunk: Chunk, piece: Piece, gradients: Pair) -> Pair:
+    def _add(self, chunk: Chunk, piece: KVSpan, gradients: KVPair) -> KVPair:
         """Add one chunk's share of the gradients of the keys and values of a piece; gives their sums."""
         if piece.span is not None:
             sums = self._dkv.span(*piece.span)
@@ -353,18 +353,18 @@ class Core:
             self._dkv.put(piece.streamed, gradients)
         return gradients
 
-    def _blocks(self, chunk: Chunk, piece: Piece) -> Iterator[tuple[int | None, int, Block]]:
+    def _blocks(self, chunk: Chunk, piece: KVSpan) -> Iterator[tuple[int | None, int, MaskBlock]]:
         """Kernel calls of a chunk over a piece: a row of the batch or None for all, where the keys begin, the block."""
         assert self._kernel is not None
         if piece.first is None:
-            yield None, 0, Block((0, len(chunk)), (0, piece.k.shape[2]))
+            yield None, 0, MaskBlock((0, len(chunk)), (0, piece.k.shape[2]))
             return
         joined = self._kernel.bottom_right
         for row, block in self._meetings.blocks(chunk, piece.first, piece.k.shape[2], joined=joined):
             yield (None if self._num_sights == 1 else row), piece.first, block
 
 
-class _Replay(torch.autograd.Function):
+class _ReplayAttention(torch.autograd.Function):
     """Attention of one chunk: forward hands out what was kept (or computes it again), backward is the core's."""
 
     @staticmethod

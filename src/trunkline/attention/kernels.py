@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.attention.plain import MathKernel
-from trunkline.attention.virtual import VirtualKernel
+from trunkline.attention.math_kernel import MathKernel
+from trunkline.attention.meta_kernel import MetaKernel
 
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits (flash-attention#767)
 
@@ -296,10 +296,12 @@ def resolve(
         ValueError: the kernel asked for by name cannot do it.
     """
     if device.type == "meta":
-        return VirtualKernel(_imagined(dtype, head_dim, value_dim, name, softcap))
+        return MetaKernel(_imagined(dtype, head_dim, value_dim, name, softcap))
     if softcap is not None:
         if name not in ("auto", "math"):
-            raise ValueError(f"kernel={name!r} has no soft cap of scores, which this model has: use kernel='auto'.")
+            raise ValueError(
+                f"attn_kernel={name!r} has no soft cap of scores, which this model has: use attn_kernel='auto'."
+            )
         if device.type == "cuda" and name == "auto":
             _warn_of_math("no flash attention here has the soft cap of scores that this model has")
         return MathKernel(softcap=softcap)
@@ -314,4 +316,4 @@ def resolve(
             multiple = _DIM_MULTIPLES[candidate]
             dim = -(-max(head_dim, value_dim) // multiple) * multiple if multiple else 0
             return PaddedKernel(make(), dim) if dim and {head_dim, value_dim} != {dim} else make()
-    raise ValueError(f"kernel={name!r} cannot serve this model: {reason}. Use kernel='auto'.")
+    raise ValueError(f"attn_kernel={name!r} cannot serve this model: {reason}. Use attn_kernel='auto'.")

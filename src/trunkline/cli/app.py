@@ -43,7 +43,7 @@ _DeviceBudget = Annotated[
     str | None, typer.Option(metavar="BYTES", help="Most of keys and values on the device, such as 20GiB.")
 ]
 _HostBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of the rest in host memory.")]
-_Disk = Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")]
+_OffloadDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="For what the host has no room for.")]
 _DiskBudget = Annotated[str | None, typer.Option(metavar="BYTES", help="Most of that on disk.")]
 _Prefetch = Annotated[int | None, typer.Option(help="Tensors of a store on the device at a time, 2 by default.")]
 
@@ -225,7 +225,7 @@ def generate_command(
     chunk_size: _ChunkSize = "auto",
     device_budget: _DeviceBudget = None,
     host_budget: _HostBudget = None,
-    disk: _Disk = None,
+    offload_dir: _OffloadDir = None,
     disk_budget: _DiskBudget = None,
     prefetch: _Prefetch = None,
     save_cache: Annotated[
@@ -241,7 +241,7 @@ def generate_command(
     def job() -> None:
         from trunkline.cli.generate import Asked, run_generate
 
-        stream = _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget, prefetch)
+        stream = _stream_settings(chunk_size, device_budget, host_budget, offload_dir, disk_budget, prefetch)
         run_generate(
             Asked(model, file or (), prompt, max_new_tokens, dtype, device, temperature, top_p, top_k, seed, chat,
                   save_cache, load_cache, as_json, stream)
@@ -280,7 +280,7 @@ def evaluate_command(
     chunk_size: _ChunkSize = "auto",
     device_budget: _DeviceBudget = None,
     host_budget: _HostBudget = None,
-    disk: _Disk = None,
+    offload_dir: _OffloadDir = None,
     disk_budget: _DiskBudget = None,
     prefetch: _Prefetch = None,
     output: Annotated[
@@ -297,19 +297,28 @@ def evaluate_command(
         run_evaluate(
             Asked(model, tasks, lengths, depths, samples, seed, threshold, generated, haystack or (), perplexity or (),
                   dtype, device, output, overwrite, as_json,
-                  _stream_settings(chunk_size, device_budget, host_budget, disk, disk_budget, prefetch))
+                  _stream_settings(chunk_size, device_budget, host_budget, offload_dir, disk_budget, prefetch))
         )  # fmt: skip
 
     return job
 
 
 def _stream_settings(
-    chunk_size: str, device_budget: str | None, host_budget: str | None, disk: Path | None, disk_budget: str | None,
+    chunk_size: str,
+    device_budget: str | None,
+    host_budget: str | None,
+    offload_dir: Path | None,
+    disk_budget: str | None,
     prefetch: int | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Settings of `trunkline.stream`, those that were given."""
-    given = {"device_budget": device_budget, "host_budget": host_budget, "disk": disk, "disk_budget": disk_budget,
-             "prefetch": prefetch}  # fmt: skip
+    given = {
+        "device_budget": device_budget,
+        "host_budget": host_budget,
+        "offload_dir": offload_dir,
+        "disk_budget": disk_budget,
+        "prefetch": prefetch,
+    }
     if chunk_size != "auto" and not chunk_size.isdigit():
         raise ValueError(f"--chunk-size {chunk_size}: give a positive number of tokens, or auto.")
     return {
@@ -363,8 +372,8 @@ def _explained(error: Exception) -> int | None:
         return 2
     for module, name in (
         ("trunkline.train.loop", "TrainingDivergedError"),
-        ("trunkline.tiers.storage", "TierError"),
-        ("trunkline.parallel.alarm", "RankError"),
+        ("trunkline.offload.storage", "TierError"),
+        ("trunkline.distributed.failure", "RankError"),
     ):
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(error, kind):
@@ -381,8 +390,8 @@ def _explained(error: Exception) -> int | None:
 
 
 _MEMORY = (
-    "Use a smaller chunk_size, keep [] (in a deep model inputs_every 4, too), set device_budget with host_budget or "
-    "disk, or lower context; optimizer.fp32_master false saves memory of bfloat16 models."
+    "Use a smaller chunk_size, keep [] (in a deep model checkpoint_every 4), set device_budget with host_budget or "
+    "offload_dir, or lower context; optimizer.fp32_master false saves memory of bfloat16 models."
 )
 
 
@@ -392,7 +401,7 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def _say(text: str, error: BaseException | None) -> None:
-    alarm = sys.modules.get("trunkline.parallel.alarm")
+    alarm = sys.modules.get("trunkline.distributed.failure")
     joined = alarm is not None and alarm.in_job()
     if not (alarm.is_mine() if joined and alarm else os.environ.get("LOCAL_RANK", "0") == "0"):
         return  # another process of the run says it

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 import trunkline
-from trunkline import support
+from trunkline.api import streamed_forward
 from trunkline.cli.evaluating import make_watch
 from trunkline.cli.generate import peak_bytes
 from trunkline.config import StreamConfig
@@ -40,8 +40,8 @@ from trunkline.evaluate.table import length_text
 from trunkline.evaluate.tasks import TASKS, Texts
 from trunkline.evaluate.write import check_folder
 from trunkline.generation.loading import load_model
-from trunkline.streaming import streamed_forward
-from trunkline.tiers.account import in_units
+from trunkline.hf import probe
+from trunkline.units import in_units
 
 # Those of RULER (Hsieh et al., COLM 2024), so that effective lengths are steps that others report, too.
 _LENGTHS = tuple(2**power for power in range(12, 18))
@@ -119,7 +119,7 @@ def run_evaluate(asked: Asked) -> None:
                          documents=documents, progress=watch)  # fmt: skip
     seconds = time.perf_counter() - begin
     _show(found, as_json=asked.as_json)
-    peaks = ", ".join(f"{tier} {in_units(n)}" for tier, n in trunkline.read_meters(model).peaks.items() if n)
+    peaks = ", ".join(f"{tier} {in_units(n)}" for tier, n in trunkline.stats(model).peaks.items() if n)
     _tell(console, f"{watch.done_tokens:,} tokens in {seconds:,.1f} s, {watch.done_tokens / seconds:,.0f} tokens/s; "
                    f"peak of what the engine holds: {peaks or 'nothing'}; of the process "
                    f"{in_units(peak_bytes(model.device))}")  # fmt: skip
@@ -229,7 +229,7 @@ def _beyond(settings: EvaluateSettings, documents: Sequence[TokenDocument], mode
 def _check_positions(model: Any, settings: EvaluateSettings, documents: Sequence[TokenDocument]) -> None:
     longest = _longest(settings, documents)
     try:
-        support.check_length(streamed_forward(model, "evaluate").decoder, longest - 1)
+        probe.check_length(streamed_forward(model, "evaluate").decoder, longest - 1)
     except ValueError as error:
         raise ValueError(
             f"--lengths, --perplexity: {longest:,} tokens cannot be evaluated. {error} Give shorter lengths or files."

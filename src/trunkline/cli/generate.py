@@ -21,7 +21,7 @@ from trunkline.config import Progress as Where
 from trunkline.config import StreamConfig
 from trunkline.data.tokenizers import Encoder
 from trunkline.generation.loading import load_model
-from trunkline.tiers.account import in_units
+from trunkline.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def run_generate(asked: Asked) -> None:
     begin = time.perf_counter()
     cache = _read(model, ids, asked, errors)
     read_seconds = time.perf_counter() - begin
-    read_meters = trunkline.read_meters(model)
+    stats = trunkline.stats(model)
     if asked.save_cache is not None:
         trunkline.save_cache(model, cache, asked.save_cache)
         if not asked.max_new_tokens:
@@ -119,7 +119,7 @@ def run_generate(asked: Asked) -> None:
         pad_token_id=pad if pad is not None else eos, **how,
     )[0]  # fmt: skip
     end = time.perf_counter()
-    meters, waited = trunkline.read_meters(model), end - (printed.first or begin)
+    meters, waited = trunkline.stats(model), end - (printed.first or begin)
     found = {
         "prompt_tokens": ids.shape[1], "cached_tokens": cache.length - ids.shape[1], "new_tokens": len(new),
         "text": encoder.tokenizer.decode(new, skip_special_tokens=True),
@@ -127,7 +127,7 @@ def run_generate(asked: Asked) -> None:
         "prefill_tokens_per_second": ids.shape[1] / read_seconds,
         "decode_tokens_per_second": (len(new) - 1) / waited if len(new) > 1 else None,
         "kv_bytes": cache.nbytes,
-        "peaks": {tier: max(nbytes, read_meters.peaks[tier]) for tier, nbytes in meters.peaks.items()},
+        "peaks": {tier: max(nbytes, stats.peaks[tier]) for tier, nbytes in meters.peaks.items()},
         "process_peak": peak_bytes(model.device),
         "decode_exposed_seconds": {lane: traffic.exposed for lane, traffic in meters.lanes.items()},
     }  # fmt: skip

@@ -17,11 +17,11 @@ from rich.table import Table
 from trunkline.plan.choices import Machine
 from trunkline.plan.hardware import load
 from trunkline.plan.planner import DoesNotFit, Plan, Planner
-from trunkline.tiers.account import in_units, parse_bytes
 from trunkline.train.planning import blank_model, task_of, written
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import count_text
 from trunkline.train.settings import dump_recipe, load_recipe
+from trunkline.units import in_units, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,19 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
         raise ValueError(f"--step: '{asked.step}' exists: give another folder.")
     if asked.tokens is not None and asked.tokens < 1:
         raise ValueError(f"--tokens {asked.tokens}: give a positive number of tokens.")
-    if asked.write is not None and asked.disk is not None and recipe.disk is None:
+    if asked.write is not None and asked.disk is not None and recipe.offload_dir is None:
         raise ValueError(
-            "--write with --scratch: set disk (in the recipe, or --disk FOLDER) to the folder of scratch files."
+            "--write with --scratch: set offload_dir (in the recipe, or --offload_dir FOLDER) to a folder."
         )
     machine = _machine(asked)
-    with Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors,
-             transient=True, disable=not sys.stderr.isatty()) as bar:  # fmt: skip
+    with Bar(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=errors,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         line = bar.add_task("building the model without contents")
 
         def tell(text: str) -> None:
@@ -142,7 +148,7 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         plan: the plan.
         tokens: of the run whose cost is told.
     """
-    rehearsal, step = plan.rehearsal, plan.rehearsal.step
+    rehearsal, step = plan.estimate, plan.estimate.step
     assert step is not None
     return {
         "fits": True,
@@ -150,12 +156,12 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "context": plan.task.context,
         "settings": plan.settings,
         "parallel": {
-            "dp": plan.choice.degrees.dp,
-            "sp": plan.choice.degrees.sp,
-            "cp": plan.choice.degrees.cp,
-            "tp": plan.choice.degrees.tp,
-            "zero": plan.choice.spread.zero,
-            "offload": plan.choice.spread.offload,
+            "dp": plan.choice.parallel_dims.dp,
+            "sp": plan.choice.parallel_dims.sp,
+            "cp": plan.choice.parallel_dims.cp,
+            "tp": plan.choice.parallel_dims.tp,
+            "zero": plan.choice.sharding_spec.zero,
+            "offload": plan.choice.sharding_spec.offload,
         },
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second * step.devices,
@@ -187,7 +193,7 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         tokens: of the run whose cost is told.
         longest: whether the context was looked for.
     """
-    step, machine, room = plan.rehearsal.step, plan.machine, plan.room
+    step, machine, room = plan.estimate.step, plan.machine, plan.room
     assert step is not None
 
     def say(text: str, style: str = "") -> None:
@@ -204,7 +210,7 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("what holds it", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
     rooms = {"device": machine.device_room, "host": machine.host_room, "disk": machine.disk_room}
-    for tier, parts in plan.rehearsal.memory.items():
+    for tier, parts in plan.estimate.memory.items():
         held = sum(parts.values())
         if held:
             largest = sorted(parts.items(), key=lambda part: -part[1])
@@ -216,17 +222,17 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         for lane, seconds in step.exposed.items()
         if seconds > 0
     ]
-    moved = [f"{lane} {in_units(nbytes)}" for lane, nbytes in plan.rehearsal.moved.items() if nbytes]
+    moved = [f"{lane} {in_units(nbytes)}" for lane, nbytes in plan.estimate.moved.items() if nbytes]
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
-    needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.rehearsal.reserved.items() if nbytes]
+    needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
     budgets = [f"device_budget {in_units(room.device)}", *needed]
     say(f"budgets of stream(): {', '.join(budgets)}")
     if plan.loading:
         node = plan.loading * machine.here
         text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"
         if node > machine.host_bytes:
-            halved = ", or optimizer.fp32_master false, which halves it" if plan.choice.spread.dtype else ""
+            halved = ", or optimizer.fp32_master false, which halves it" if plan.choice.sharding_spec.dtype else ""
             text += f", which has {in_units(machine.host_bytes)}: use nodes with more memory{halved}"
         say(text, "red" if node > machine.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from trunkline.parallel import alarm
+from trunkline.distributed import failure
 from trunkline.train.display import PlainDisplay, clock_text, make_display
 from trunkline.train.job import RankLog, join
 from trunkline.train.output import EVALUATION, EVALUATIONS, PLAN
@@ -38,7 +38,7 @@ def run_train(recipe_path: Path, overrides: Sequence[tuple[str, str]]) -> None:
     recipe = load_recipe(recipe_path, overrides, notice=display.note)
     job = join(recipe)
     if job.mesh is not None:
-        alarm.heed_termination()
+        failure.heed_termination()
     result = train(recipe, display, job, log)
     job.leave()
     for line in summary(recipe, result, job.world_size) if job.is_main else []:

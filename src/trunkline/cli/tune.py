@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from trunkline.cli.found import found_lines
-from trunkline.parallel import alarm
-from trunkline.parallel.mesh import init_mesh
+from trunkline.distributed import failure
+from trunkline.distributed.mesh import init_mesh
 from trunkline.plan import hardware as profiles
 from trunkline.plan import own, sweet_spot, tuning
 from trunkline.plan.hardware import Hardware
@@ -43,10 +43,10 @@ def run_tune(output: Path | None, disk: Path | None, device: str, head_dims: str
     kind = _device(device)
     _check_output(path, ".toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        alarm.heed_termination()
+        failure.heed_termination()
         init_mesh(device_type=kind.type, timeout=_PATIENCE)
-    with alarm.guarded() if alarm.in_job() else contextlib.nullcontext():
-        is_main = not alarm.in_job() or dist.get_rank() == 0
+    with failure.guarded() if failure.in_job() else contextlib.nullcontext():
+        is_main = not failure.in_job() or dist.get_rank() == 0
         console = Console(quiet=not is_main)
         survey = Survey(kind, disk or tuning.default_folder(), dims)
         _measure(survey, console)
@@ -55,9 +55,9 @@ def run_tune(output: Path | None, disk: Path | None, device: str, head_dims: str
             measured = Hardware.from_figures(figures, name=own.NAME if output is None else path.stem)
             _write(profiles.to_toml(figures), path)
             _show(measured, path, console)
-        if alarm.in_job():
+        if failure.in_job():
             dist.barrier()  # rank 0 may still fail, of which the others are to know
-    if alarm.in_job():
+    if failure.in_job():
         dist.destroy_process_group()
 
 
@@ -101,7 +101,7 @@ def _measure(survey: Survey, console: Console) -> None:
 
 def _show(measured: Hardware, path: Path, console: Console) -> None:
     """Say what was found and where the files are, and draw the sweet spot beside the profile."""
-    devices = measured.devices_per_node if alarm.in_job() else 1
+    devices = measured.devices_per_node if failure.in_job() else 1
     pairs = sweet_spot.sweet_spot(measured, devices=devices)
     _say(console, ["", measured.title, *found_lines(measured), *_hidden(pairs, measured), ""])
     name = own.NAME if measured.name == own.NAME else str(path)

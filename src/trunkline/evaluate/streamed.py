@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from trunkline.cache.streamed import StreamedCache
+from trunkline.api import streamed_forward
 from trunkline.evaluate.models import TokenScores
 from trunkline.generation.prefill import prefill
-from trunkline.streaming import streamed_forward
-from trunkline.support import most_tokens
+from trunkline.hf.probe import most_tokens
+from trunkline.kv_cache.cache import StreamedCache
 
 
 class StreamedScorer:

@@ -11,7 +11,7 @@ from trunkline.evaluate.heatmap import can_draw, write_heatmap, write_perplexity
 from trunkline.evaluate.results import Evaluation
 from trunkline.evaluate.scoring import WAYS, Way
 from trunkline.evaluate.table import table_text
-from trunkline.folders import put
+from trunkline.utils.atomic_dir import put
 
 TABLE, JSON, CSV, PERPLEXITY_CSV, PERPLEXITY_PNG = (
     "table.txt", "results.json", "results.csv", "perplexity.csv", "perplexity.png",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trunkline.data.tokenizers import Encoder, load_encoder
-from trunkline.devices import device_named
+from trunkline.utils.devices import device_named
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

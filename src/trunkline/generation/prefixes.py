@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trunkline.cache.streamed import StreamedCache
 from trunkline.data.tokenizers import Tokens
 from trunkline.generation.prefill import prefill
+from trunkline.kv_cache.cache import StreamedCache
 
 LEAST_SHARED = 256  # tokens: below, going through them again costs less than another call
 

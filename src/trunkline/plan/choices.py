@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from trunkline.parallel.mesh import Degrees, divisors
+from trunkline.distributed.mesh import ParallelDims, divisors
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.sharding import Spread
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import AdamW
 
 # What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
@@ -87,8 +87,8 @@ class Task:
         optimizer: whose state is held; None for none.
         fixed: settings of `trunkline.stream` that are given, and not chosen; budgets among them are the most that a
             choice may take.
-        degrees: of the mesh, where it is given.
-        spread: of parameters, where it is given.
+        parallel_dims: of the mesh, where it is given.
+        sharding_spec: of parameters, where it is given.
         micro_batches: of a step.
     """
 
@@ -96,8 +96,8 @@ class Task:
     batch_size: int = 1
     optimizer: AdamW | None = field(default_factory=AdamW)
     fixed: dict[str, Any] = field(default_factory=dict)
-    degrees: Degrees | None = None
-    spread: Spread | None = None
+    parallel_dims: ParallelDims | None = None
+    sharding_spec: ShardingSpec | None = None
     micro_batches: int = 1
 
 
@@ -106,34 +106,34 @@ class Choice:
     """One way to do it.
 
     Attributes:
-        degrees: of the mesh.
-        spread: of parameters over it.
+        parallel_dims: of the mesh.
+        sharding_spec: of parameters over it.
         chunk_size: tokens of a chunk (global).
         keep: what stays between forward and backward.
-        inputs_every: only the input of every N-th layer stays.
+        checkpoint_every: only the input of every N-th layer stays.
     """
 
-    degrees: Degrees
-    spread: Spread
+    parallel_dims: ParallelDims
+    sharding_spec: ShardingSpec
     chunk_size: int
     keep: tuple[str, ...] = ("attention",)
-    inputs_every: int = 1
+    checkpoint_every: int = 1
 
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `trunkline.stream`, without budgets."""
-        return {"chunk_size": self.chunk_size, "keep": self.keep, "inputs_every": self.inputs_every}
+        return {"chunk_size": self.chunk_size, "keep": self.keep, "checkpoint_every": self.checkpoint_every}
 
     def __str__(self) -> str:
         """For people."""
         kept = f"keep [{', '.join(self.keep)}]"
-        every = f", inputs_every {self.inputs_every}" if self.inputs_every > 1 else ""
-        mesh = "" if self.degrees == Degrees() else f", {self.degrees}, zero {self.spread.zero}"
-        offload = ", offload" if self.spread.offload else ""
+        every = f", checkpoint_every {self.checkpoint_every}" if self.checkpoint_every > 1 else ""
+        mesh = "" if self.parallel_dims == ParallelDims() else f", {self.parallel_dims}, zero {self.sharding_spec.zero}"
+        offload = ", offload" if self.sharding_spec.offload else ""
         return f"chunk {self.chunk_size:,}, {kept}{every}{mesh}{offload}"
 
 
-def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool = False) -> Iterator[Degrees]:
+def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool = False) -> Iterator[ParallelDims]:
     """Meshes of all devices, those with most replicas first: replicas exchange least.
 
     Args:
@@ -142,29 +142,29 @@ def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool =
         num_heads: query heads.
         one_sequence: only those whose devices all share one sequence.
     """
-    if task.degrees is not None:
-        yield task.degrees
+    if task.parallel_dims is not None:
+        yield task.parallel_dims
         return
     replicas = [1] if one_sequence else divisors(math.gcd(machine.devices, task.batch_size))[::-1]
     for dp in replicas:
         share = machine.devices // dp
         sp = max(n for n in divisors(share) if num_heads % n == 0)
-        yield Degrees(dp=dp, sp=sp, cp=share // sp)
+        yield ParallelDims(dp=dp, sp=sp, cp=share // sp)
 
 
-def spreads(task: Task, degrees: Degrees) -> Iterator[Spread]:
+def sharding_specs(task: Task, parallel_dims: ParallelDims) -> Iterator[ShardingSpec]:
     """Ways to spread parameters, the fastest first."""
-    if task.spread is not None:
-        yield task.spread
+    if task.sharding_spec is not None:
+        yield task.sharding_spec
         return
     # As `trunkline train` does it: parts are the float32 masters.
     dtype = torch.float32 if task.optimizer is not None and task.optimizer.fp32_master else None
-    if degrees.dp * degrees.sp * degrees.cp == 1:
-        yield Spread(zero=0)
+    if parallel_dims.dp * parallel_dims.sp * parallel_dims.cp == 1:
+        yield ShardingSpec(zero=0)
     else:
         for zero in (2, 3):
-            yield Spread(zero=zero, dtype=dtype)
-    yield Spread(zero=3, dtype=dtype, offload=True)
+            yield ShardingSpec(zero=zero, dtype=dtype)
+    yield ShardingSpec(zero=3, dtype=dtype, offload=True)
 
 
 def chunk_sizes(task: Task, hardware: Hardware) -> list[int]:
@@ -179,7 +179,7 @@ def chunk_sizes(task: Task, hardware: Hardware) -> list[int]:
 def kept(task: Task, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """What may be kept, and the inputs of how many layers: the fastest first, the leanest last."""
     keeps = [tuple(task.fixed["keep"])] if "keep" in task.fixed else [("attention", "kv"), ("attention",), ()]
-    every = [task.fixed["inputs_every"]] if "inputs_every" in task.fixed else [1, 4, 8]
+    every = [task.fixed["checkpoint_every"]] if "checkpoint_every" in task.fixed else [1, 4, 8]
     for keep in keeps:
         for n in every:
             if n <= max(1, num_layers // 2):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from trunkline.attention.virtual import Attended
+from trunkline.attention.meta_kernel import Attended
 from trunkline.plan.hardware import Hardware
 
 Kind = Literal["free", "matmul", "fill", "copy", "pointwise", "transcendental", "reduction", "rows"]

@@ -1,7 +1,7 @@
 """Layers that are alike are rehearsed once or twice, and stand for all of their kind.
 
 Alike are layers with the same modules, parameters and reach, whose stores rest in the same tiers and whose neighbours
-are alike, too. Groups of layers whose inputs are computed together (`inputs_every`) stand for groups.
+are alike, too. Groups of layers whose inputs are computed together (`checkpoint_every`) stand for groups.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from trunkline.attention.mask import AttentionSpan
 from trunkline.attention.scoring import Scoring
-from trunkline.attention.visibility import Reach
 from trunkline.chunking import Chunk
-from trunkline.decoder import Attend, Batch
-from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.keeping import Layout
+from trunkline.engine.batch import Batch
+from trunkline.engine.decoder import Attend
+from trunkline.engine.memory_layout import MemoryLayout
+from trunkline.hf.decoder import HuggingFaceDecoder
+from trunkline.offload.placement import Placement
 from trunkline.plan.memory import DeviceMemory
 from trunkline.plan.segments import Recorder
-from trunkline.tiers.placement import Placement
 
 Unit = range  # layers that go together
 
 
 class SomeLayers:
-    """Some layers of a model in the place of all; see `trunkline.decoder.Decoder`.
+    """Some layers of a model in the place of all; see `trunkline.engine.decoder.Decoder`.
 
     Args:
         decoder: the model.
@@ -101,14 +102,18 @@ class SomeLayers:
         return self._decoder.head(x_BTE)
 
 
-def units_of(layout: Layout) -> list[Unit]:
+def units_of(layout: MemoryLayout) -> list[Unit]:
     """The layers of a run in the pieces that can stand for each other, rising."""
     trained = [] if layout.first is None else list(layout.groups())[::-1]
     return [*(range(i, i + 1) for i in range(layout.trained.start)), *trained]
 
 
 def kinds_of(
-    units: Sequence[Unit], layers: nn.ModuleList, reaches: Sequence[Reach], layout: Layout, placement: Placement | None
+    units: Sequence[Unit],
+    layers: nn.ModuleList,
+    reaches: Sequence[AttentionSpan],
+    layout: MemoryLayout,
+    placement: Placement | None,
 ) -> list[Hashable]:
     """What each unit has in common with those like it."""
     kinds: dict[Hashable, int] = {}
@@ -145,7 +150,7 @@ def standing(kinds: Sequence[Hashable]) -> dict[int, int]:
     return found
 
 
-def with_layers(placement: Placement, full: Layout, chosen: Sequence[int]) -> Placement:
+def with_layers(placement: Placement, full: MemoryLayout, chosen: Sequence[int]) -> Placement:
     """The places of a run that has some of another's layers only."""
     some = replace(full, num_layers=len(chosen), first=_first(full, chosen))
     renamed: dict[str, str] = {}
@@ -158,11 +163,11 @@ def with_layers(placement: Placement, full: Layout, chosen: Sequence[int]) -> Pl
     return replace(placement, places=places, sizes=sizes)
 
 
-def _first(full: Layout, chosen: Sequence[int]) -> int | None:
+def _first(full: MemoryLayout, chosen: Sequence[int]) -> int | None:
     return None if full.first is None else sum(1 for layer in chosen if layer < full.first)
 
 
-def _names(layout: Layout, layer: int) -> Iterator[str]:
+def _names(layout: MemoryLayout, layer: int) -> Iterator[str]:
     """All stores that are a layer's, in an order that is the same for all layers."""
     core = layout.core(layer)
     yield from (layout.input(layer), core.k, core.v, core.o, core.lse)

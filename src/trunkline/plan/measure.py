@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.attention.kernels import Kernel
-from trunkline.tiers.storage import Block, ScratchFile
+from trunkline.offload.storage import ScratchFile, StorageBlock
 
 _LEAST_SECONDS = 0.06  # of a figure's repetitions together
 _REPETITIONS = 6
@@ -114,7 +114,7 @@ class Mover:
     def __init__(self, folder: Path, nbytes: int) -> None:
         self._file = ScratchFile(folder, 8 * nbytes)
         self._file.reserve(0, 8 * nbytes)
-        self._blocks = [Block(self._file, "disk", i * nbytes, nbytes) for i in range(8)]
+        self._blocks = [StorageBlock(self._file, "disk", i * nbytes, nbytes) for i in range(8)]
         self._data = {name: torch.zeros(nbytes, dtype=torch.uint8) for name in ("read", "write")}
         for block in self._blocks:
             self._file.write(block, self._data["write"])

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from trunkline.api import stream
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.measure import timed
-from trunkline.plan.rehearsal import rehearse
-from trunkline.streaming import stream
 
 _ELEMENTS = 256  # of a tensor that takes no time
 _LAUNCHES = 200
@@ -105,7 +105,7 @@ def _model(dtype: torch.dtype) -> PreTrainedModel:
 def _rehearsed(model: PreTrainedModel, hardware: Hardware, host: float) -> tuple[float, int]:
     """Seconds and operators of a step."""
     profile = dataclasses.replace(hardware, host_seconds=host)
-    step = rehearse(model, _CHUNK * _CHUNKS, hardware=profile, chunk_size=_CHUNK).step
+    step = estimate(model, _CHUNK * _CHUNKS, hardware=profile, chunk_size=_CHUNK).step
     assert step is not None
     return step.seconds, step.operators
 

@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trunkline.config import StreamConfig
-from trunkline.parallel.mesh import Degrees, heads_of
+from trunkline.distributed.mesh import ParallelDims, heads_of
 from trunkline.plan import tensors
-from trunkline.plan.blank import Blank
-from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, spreads
-from trunkline.plan.rehearsal import Rehearsing, rehearse
-from trunkline.plan.results import Rehearsal
-from trunkline.plan.sharding import Spread
+from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, sharding_specs
+from trunkline.plan.estimate import Estimator, estimate
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.results import Estimate
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import states_of, whole_bytes
 from trunkline.plan.timelines import before, capacity_of, timeline_of
-from trunkline.tiers.account import in_units
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
+from trunkline.units import in_units
 
 Told = Callable[[str], None]
 _EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
-_CHOSEN = ("chunk_size", "keep", "inputs_every", "device_budget", "host_budget", "disk", "disk_budget")
+_CHOSEN = ("chunk_size", "keep", "checkpoint_every", "device_budget", "host_budget", "offload_dir", "disk_budget")
 _SIZES = 3  # of chunks that are rehearsed, the largest that fit
 _PROBE = 2  # chunks of the step that shows what a device holds beside the stores
 
@@ -73,31 +73,31 @@ class Plan:
     machine: Machine
     choice: Choice
     room: Room
-    rehearsal: Rehearsal
+    estimate: Estimate
     model: Any
     others: tuple[tuple[Choice, float], ...] = ()
 
     @property
     def loading(self) -> int:
         """Host memory in which each rank builds the model before its parameters are cut; 0 where they are not."""
-        degrees = self.choice.degrees
-        ranks = degrees.dp * degrees.sp * degrees.cp
-        return whole_bytes(self.model, self.choice.spread, ranks, degrees.tp)
+        parallel_dims = self.choice.parallel_dims
+        ranks = parallel_dims.dp * parallel_dims.sp * parallel_dims.cp
+        return whole_bytes(self.model, self.choice.sharding_spec, ranks, parallel_dims.tp)
 
     @property
     def excess(self) -> int:
         """Bytes of the rehearsed peak that the device has no room for; negative where some is left."""
-        return sum(self.rehearsal.memory["device"].values()) - self.machine.device_room
+        return sum(self.estimate.memory["device"].values()) - self.machine.device_room
 
     def gpu_hours(self, tokens: int) -> float:
         """Device hours that a run of so many tokens takes."""
-        assert self.rehearsal.step is not None
-        return tokens / self.rehearsal.step.tokens_per_second / 3600
+        assert self.estimate.step is not None
+        return tokens / self.estimate.step.tokens_per_second / 3600
 
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `trunkline.stream` on each rank, budgets included; `disk` is left to the user."""
-        budgets = {f"{tier}_budget": nbytes for tier, nbytes in self.rehearsal.reserved.items() if nbytes}
+        budgets = {f"{tier}_budget": nbytes for tier, nbytes in self.estimate.reserved.items() if nbytes}
         return {**self.task.fixed, **self.choice.settings, "device_budget": self.room.device, **budgets}
 
 
@@ -111,7 +111,7 @@ class Planner:
     """
 
     def __init__(self, model: Any, machine: Machine, tell: Told = lambda _: None) -> None:
-        self._blank = self._whole = model if isinstance(model, Blank) else Blank.of(model)
+        self._blank = self._whole = model if isinstance(model, MetaModel) else MetaModel.of(model)
         self._machine, self._tell = machine, tell
         self._num_heads = heads_of(self._blank.model)[0]
         self._rooms: dict[tuple[Any, ...], Room] = {}
@@ -133,10 +133,10 @@ class Planner:
 
     def _best(self, task: Task) -> Plan:
         tried: list[tuple[Plan, float]] = []
-        for degrees in meshes(task, self._machine, self._num_heads):
-            found = self._best_on(task, degrees)
+        for parallel_dims in meshes(task, self._machine, self._num_heads):
+            found = self._best_on(task, parallel_dims)
             tried += found
-            if found and degrees.sp * degrees.cp == 1:
+            if found and parallel_dims.sp * parallel_dims.cp == 1:
                 break  # replicas that fit on a device each exchange least
         if not tried:
             raise DoesNotFit(self.why_not(task))
@@ -160,10 +160,12 @@ class Planner:
 
     def _longest(self, task: Task, *, timed: bool) -> Plan:
         best: tuple[int, Choice] | None = None
-        for degrees in meshes(task, self._machine, self._num_heads, one_sequence=True):
-            for spread in spreads(task, degrees):
+        for parallel_dims in meshes(task, self._machine, self._num_heads, one_sequence=True):
+            for sharding_spec in sharding_specs(task, parallel_dims):
                 for keep, every in kept(task, self._blank.decoder.num_layers):
-                    found = self._longest_of(task, degrees, spread, keep, every, over=best[0] if best else 0)
+                    found = self._longest_of(
+                        task, parallel_dims, sharding_spec, keep, every, over=best[0] if best else 0
+                    )
                     if found is not None:
                         best = found
                         self._tell(f"{best[0]:,} tokens with {best[1]}")
@@ -180,15 +182,15 @@ class Planner:
     @contextlib.contextmanager
     def _cut(self, task: Task) -> Iterator[None]:
         """Have the model as one rank has it, where matrices are cut."""
-        with tensors.cut(self._whole, 1 if task.degrees is None else task.degrees.tp) as self._blank:
+        with tensors.cut(self._whole, 1 if task.parallel_dims is None else task.parallel_dims.tp) as self._blank:
             try:
                 yield
             finally:
                 self._blank = self._whole
 
     def _check_degrees(self, task: Task) -> None:
-        if task.degrees is not None:
-            task.degrees.check_world(self._machine.devices)
+        if task.parallel_dims is not None:
+            task.parallel_dims.check_world(self._machine.devices)
 
     def drawn(self, plan: Plan, title: str) -> tuple[Timeline, Timeline]:
         """A plan's step over time, and the same step without chunks and budgets.
@@ -199,37 +201,43 @@ class Planner:
         """
         task, choice, hardware = plan.task, plan.choice, self._machine.hardware
         common: dict[str, Any] = {
-            "batch_size": max(task.batch_size // choice.degrees.dp, 1), "degrees": choice.degrees,
-            "spread": choice.spread, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
+            "batch_size": max(task.batch_size // choice.parallel_dims.dp, 1), "degrees": choice.parallel_dims,
+            "spread": choice.sharding_spec, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
         }  # fmt: skip
         capacity = capacity_of(hardware, self._machine.devices)
         with self._cut(task):
             settings = self._arguments(task, choice, timed=True)["settings"]
-            step = rehearse(self._blank, task.context, hardware=hardware, drawn=True, **common, **settings)
+            step = estimate(self._blank, task.context, hardware=hardware, drawn=True, **common, **settings)
             whole = before(self._blank, task.context, title=f"{title}, unchunked", hardware=hardware, **common)
         return timeline_of(step, title, capacity), whole
 
     def why_not(self, task: Task) -> str:
         """Why nothing fits: what the leanest choice lacks."""
-        degrees = list(meshes(task, self._machine, self._num_heads))[-1]
-        spread = list(spreads(task, degrees))[-1]
+        parallel_dims = list(meshes(task, self._machine, self._num_heads))[-1]
+        sharding_spec = list(sharding_specs(task, parallel_dims))[-1]
         keep, every = list(kept(task, self._blank.decoder.num_layers))[-1]
         chunk = chunk_sizes(task, self._machine.hardware)[-1]
-        return self._lack(task, Choice(degrees, spread, chunk, keep, every)) or "it fits."
+        return self._lack(task, Choice(parallel_dims, sharding_spec, chunk, keep, every)) or "it fits."
 
     def room(self, task: Task, choice: Choice) -> Room:
         """What a choice leaves to the engine's stores."""
         key = self._key(task, choice)
         if key not in self._rooms:
-            probe = rehearse(
-                self._blank, _PROBE * choice.chunk_size, batch_size=max(task.batch_size // choice.degrees.dp, 1),
-                device=self._machine.hardware.device_type, degrees=choice.degrees, spread=choice.spread,
-                optimizer=task.optimizer, micro_batches=task.micro_batches, chunk_size=choice.chunk_size,
+            probe = estimate(
+                self._blank,
+                _PROBE * choice.chunk_size,
+                batch_size=max(task.batch_size // choice.parallel_dims.dp, 1),
+                device=self._machine.hardware.device_type,
+                parallel_dims=choice.parallel_dims,
+                sharding_spec=choice.sharding_spec,
+                optimizer=task.optimizer,
+                micro_batches=task.micro_batches,
+                chunk_size=choice.chunk_size,
                 **_other(task),
-            )  # fmt: skip
-            ranks = choice.degrees.dp * choice.degrees.sp * choice.degrees.cp
+            )
+            ranks = choice.parallel_dims.dp * choice.parallel_dims.sp * choice.parallel_dims.cp
             states = states_of(
-                self._blank.model, choice.spread, ranks, task.optimizer, micro_batches=task.micro_batches
+                self._blank.model, choice.sharding_spec, ranks, task.optimizer, micro_batches=task.micro_batches
             )
             static = states.device.total()
             # The optimizer's own step needs room beside what is held, too, when no store is there any more.
@@ -245,7 +253,13 @@ class Planner:
     @staticmethod
     def _key(task: Task, choice: Choice) -> tuple[Any, ...]:
         given = repr((task.optimizer, sorted(task.fixed.items())))
-        return choice.degrees, choice.spread, choice.chunk_size, task.batch_size // choice.degrees.dp, given
+        return (
+            choice.parallel_dims,
+            choice.sharding_spec,
+            choice.chunk_size,
+            task.batch_size // choice.parallel_dims.dp,
+            given,
+        )
 
     # -- what fits -----------------------------------------------------------------------------------------------------
 
@@ -271,8 +285,8 @@ class Planner:
             return f"{error} ({choice})"
         return None
 
-    def _rehearsing(self, task: Task, choice: Choice, *, timed: bool = False) -> Rehearsing:
-        return Rehearsing(self._blank, task.context, max(task.batch_size // choice.degrees.dp, 1), None,
+    def _rehearsing(self, task: Task, choice: Choice, *, timed: bool = False) -> Estimator:
+        return Estimator(self._blank, task.context, max(task.batch_size // choice.parallel_dims.dp, 1), None,
                           drawn=False, **self._arguments(task, choice, timed=timed))  # fmt: skip
 
     def _arguments(self, task: Task, choice: Choice, *, timed: bool) -> dict[str, Any]:
@@ -281,40 +295,45 @@ class Planner:
         if room.host:
             settings["host_budget"] = room.host
         if room.disk:
-            settings |= {"disk": ".", "disk_budget": room.disk}
-        return {"device": hardware.device_type, "hardware": hardware if timed else None, "degrees": choice.degrees,
-                "spread": choice.spread, "settings": settings}  # fmt: skip
+            settings |= {"offload_dir": ".", "disk_budget": room.disk}
+        return {
+            "device": hardware.device_type,
+            "hardware": hardware if timed else None,
+            "degrees": choice.parallel_dims,
+            "spread": choice.sharding_spec,
+            "settings": settings,
+        }
 
     # -- searching -----------------------------------------------------------------------------------------------------
 
-    def _best_on(self, task: Task, degrees: Degrees) -> list[tuple[Plan, float]]:
+    def _best_on(self, task: Task, parallel_dims: ParallelDims) -> list[tuple[Plan, float]]:
         """Choices on a mesh that were worth a rehearsal, with the seconds of their steps."""
         found: list[tuple[Plan, float]] = []
-        for spread in spreads(task, degrees):
-            fitting = list(self._fitting(task, degrees, spread))
+        for sharding_spec in sharding_specs(task, parallel_dims):
+            fitting = list(self._fitting(task, parallel_dims, sharding_spec))
             if not fitting:
                 continue
-            keeps = list(dict.fromkeys((choice.keep, choice.inputs_every) for choice in fitting))
+            keeps = list(dict.fromkeys((choice.keep, choice.checkpoint_every) for choice in fitting))
             for keep, every in keeps:
-                sizes = [c for c in fitting if (c.keep, c.inputs_every) == (keep, every)]
+                sizes = [c for c in fitting if (c.keep, c.checkpoint_every) == (keep, every)]
                 before = min((seconds for _, seconds in found), default=float("inf"))
                 timed = (each for choice in sizes if (each := self._timed(task, choice)) is not None)
                 found += itertools.islice(timed, _SIZES)
                 if not found:
                     continue
                 plan, seconds = min(found, key=lambda each: each[1])
-                assert plan.rehearsal.step is not None
-                waits = sum(plan.rehearsal.step.exposed.values()) / seconds
+                assert plan.estimate.step is not None
+                waits = sum(plan.estimate.step.exposed.values()) / seconds
                 if waits < _EXPOSED or seconds >= before:
                     break  # a leaner choice computes more, and there is nothing it could save
             if found:
                 break  # what is spread further exchanges more
         return found
 
-    def _fitting(self, task: Task, degrees: Degrees, spread: Spread) -> Iterator[Choice]:
+    def _fitting(self, task: Task, parallel_dims: ParallelDims, sharding_spec: ShardingSpec) -> Iterator[Choice]:
         for keep, every in kept(task, self._blank.decoder.num_layers):
             for chunk in chunk_sizes(task, self._machine.hardware):
-                choice = Choice(degrees, spread, chunk, keep, every)
+                choice = Choice(parallel_dims, sharding_spec, chunk, keep, every)
                 if self._lack(task, choice) is None:
                     yield choice
 
@@ -322,10 +341,10 @@ class Planner:
         """A step; None where it turns out not to fit."""
         while self._lack(task, choice) is None:
             plan = self._plan(task, choice, timed=True)
-            assert plan.rehearsal.step is not None
-            self._tell(f"{choice}: {plan.rehearsal.step.seconds:,.4g} s a step")
+            assert plan.estimate.step is not None
+            self._tell(f"{choice}: {plan.estimate.step.seconds:,.4g} s a step")
             if plan.excess <= 0:
-                return plan, plan.rehearsal.step.seconds
+                return plan, plan.estimate.step.seconds
             # What a device holds beside the stores was more than the probe of a short step showed.
             room = self.room(task, choice)
             less = max(plan.excess, room.device // 64)
@@ -339,14 +358,21 @@ class Planner:
         return Plan(task, self._machine, choice, self.room(task, choice), rehearsal, self._whole.model)
 
     def _longest_of(
-        self, task: Task, degrees: Degrees, spread: Spread, keep: tuple[str, ...], every: int, *, over: int
+        self,
+        task: Task,
+        parallel_dims: ParallelDims,
+        sharding_spec: ShardingSpec,
+        keep: tuple[str, ...],
+        every: int,
+        *,
+        over: int,
     ) -> tuple[int, Choice] | None:
         """The longest context of such choices, where it is more than `over`, to about 3%."""
 
         def fits(length: int) -> Choice | None:
             longer_task = longer(task, length)
             for chunk in chunk_sizes(longer_task, self._machine.hardware):
-                choice = Choice(degrees, spread, chunk, keep, every)
+                choice = Choice(parallel_dims, sharding_spec, chunk, keep, every)
                 if self._lack(longer_task, choice) is None:
                     return choice
             return None

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from trunkline.decoder import Batch
-from trunkline.lanes import Traffic
-from trunkline.lanes.clock import Clock, Job
-from trunkline.parallel.mesh import Degrees
-from trunkline.parallel.shared import Groups, Place, SharedSequence
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.distributed.sequence_parallel import Groups, Place, SharedSequence
+from trunkline.engine.batch import Batch
+from trunkline.engine.ranks import Agreement
+from trunkline.offload.lanes.base import LaneTraffic
+from trunkline.offload.lanes.sim_clock import Clock, Job
 from trunkline.plan.hardware import Collective, Hardware, NoFigures
-from trunkline.ranks import Agreement
 
 COMM = "comm"  # the lane, and the queue of the clock
 
@@ -70,7 +70,7 @@ def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -
 
 
 @dataclass(slots=True)
-class VirtualPending:
+class SimulatedPending:
     """A tensor on its way."""
 
     tensor: Tensor
@@ -85,8 +85,8 @@ class VirtualPending:
         return self.tensor
 
 
-class VirtualComm:
-    """See `trunkline.parallel.comm.Collectives`; seen from the first rank.
+class SimulatedComm:
+    """See `trunkline.distributed.comm.Collectives`; seen from the first rank.
 
     Args:
         wire: of the ranks.
@@ -95,19 +95,19 @@ class VirtualComm:
 
     rank = 0
 
-    def __init__(self, wire: Wire, traffic: Traffic) -> None:
+    def __init__(self, wire: Wire, traffic: LaneTraffic) -> None:
         self.size = wire.size
         self._wire, self._traffic = wire, traffic
 
-    def all_to_all(self, parts: Tensor) -> VirtualPending:
+    def all_to_all(self, parts: Tensor) -> SimulatedPending:
         """See `Collectives.all_to_all`."""
         return self._pending(parts.new_empty(parts.shape), parts, parts.nbytes * (self.size - 1) // self.size, "heads")
 
-    def all_gather(self, part: Tensor) -> VirtualPending:
+    def all_gather(self, part: Tensor) -> SimulatedPending:
         """See `Collectives.all_gather`."""
         return self._pending(part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1), "gather")
 
-    def reduce_scatter(self, parts: Tensor) -> VirtualPending:
+    def reduce_scatter(self, parts: Tensor) -> SimulatedPending:
         """See `Collectives.reduce_scatter`."""
         return self._pending(
             parts.new_empty(parts.shape[1:]), parts, parts.nbytes * (self.size - 1) // self.size, "scatter"
@@ -117,29 +117,29 @@ class VirtualComm:
         """See `Collectives.all_reduce`."""
         return self._pending(x.clone(), x, 2 * x.nbytes * (self.size - 1) // self.size, "reduce").wait()
 
-    def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> VirtualPending:
+    def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> SimulatedPending:
         self._traffic.moved += nbytes
-        return VirtualPending(out, sent, self._wire.send(nbytes, label), self._wire)
+        return SimulatedPending(out, sent, self._wire.send(nbytes, label), self._wire)
 
 
-class VirtualRanks(SharedSequence):
-    """The ranks of a mesh that share a sequence, none of them there; see `trunkline.ranks.Ranks`.
+class SimulatedRanks(SharedSequence):
+    """The ranks of a mesh that share a sequence, none of them there; see `trunkline.engine.ranks.Ranks`.
 
     Args:
-        degrees: of the mesh.
+        parallel_dims: of the mesh.
         hardware: they run on; None for one on which everything is over at once.
         clock: of the first of them.
     """
 
-    def __init__(self, degrees: Degrees, hardware: Hardware | None, clock: Clock | None) -> None:
-        traffic = Traffic()
+    def __init__(self, parallel_dims: ParallelDims, hardware: Hardware | None, clock: Clock | None) -> None:
+        traffic = LaneTraffic()
 
-        def comm(size: int, span: int) -> VirtualComm | None:
-            return VirtualComm(wire(size, span, hardware, clock), traffic) if size > 1 else None
+        def comm(size: int, span: int) -> SimulatedComm | None:
+            return SimulatedComm(wire(size, span, hardware, clock), traffic) if size > 1 else None
 
-        sp, cp, tp = degrees.sp, degrees.cp, degrees.tp
+        sp, cp, tp = parallel_dims.sp, parallel_dims.cp, parallel_dims.tp
         groups = Groups(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))
-        super().__init__(degrees, Place(), groups, traffic, "cpu")
+        super().__init__(parallel_dims, Place(), groups, traffic, "cpu")
 
     @property
     def salt(self) -> int:

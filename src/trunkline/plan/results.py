@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trunkline.tiers.account import TierName, in_units
+from trunkline.units import TierName, in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Step:
         exposed: seconds that compute waits for each lane.
         tokens: of the step, all replicas together.
         devices: that share the work.
-        model_flops: FLOPs that the mathematics needs (`trunkline.flops`); None where they cannot be counted.
+        model_flops: FLOPs that the mathematics needs (`trunkline.hf.flops`); None where they cannot be counted.
         hardware_flops: those that all devices do, what is computed again included; a kernel's own recomputation is not.
         operators: that the host of a device issues.
         peak_flops: FLOP/s of a device.
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Estimate:
     """What a step would do, seen from one rank.
 
     Attributes:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from trunkline.lanes.clock import Clock
-from trunkline.lanes.clock import Segment as Drawn
+from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.lanes.sim_clock import Segment as Drawn
 from trunkline.plan.memory import Tally
-from trunkline.timeline import thinned
+from trunkline.report.timeline import thinned
 
 MOST_POINTS = 2_000  # of the memory of one tier through one segment
 
@@ -37,7 +37,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StepSegment:
     """A part of a step.
 
     Attributes:
@@ -91,7 +91,7 @@ class Recorder:
         drawn: bool,
     ) -> None:
         self._clock, self._engine, self._whole, self._numbers = clock, engine, whole, numbers
-        self.segments: list[Segment] = []
+        self.segments: list[StepSegment] = []
         self._phase = "embed"
         self._layer: int | None = None
         self._open()
@@ -151,11 +151,11 @@ class Recorder:
             lane: [(a - self._begin, b - self._begin, label) for a, b, label in drawn[self._marks.get(lane, 0) :]]
             for lane, drawn in self._clock.segments.items()
         }
-        self.segments.append(Segment(self._phase, self._layer, numbers, engine, whole, lanes))
+        self.segments.append(StepSegment(self._phase, self._layer, numbers, engine, whole, lanes))
 
 
 @dataclass(slots=True)
-class Course:
+class Trace:
     """Segments one after another.
 
     Attributes:
@@ -177,14 +177,14 @@ class Course:
     lanes: dict[str, list[Drawn]] = field(default_factory=dict)
 
 
-def compose(segments: Iterable[Segment], start: Mapping[str, Counter[str]]) -> Course:
+def compose(segments: Iterable[StepSegment], start: Mapping[str, Counter[str]]) -> Trace:
     """Put segments one after another.
 
     Args:
         segments: in their order; one may come several times.
         start: what each tier holds before the first.
     """
-    course, now = Course(), 0.0
+    course, now = Trace(), 0.0
     engine: Counter[str] = Counter()
     parts = {tier: held.copy() for tier, held in start.items()}
     whole = {tier: held.total() for tier, held in start.items()}

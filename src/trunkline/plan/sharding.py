@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from trunkline.lanes.clock import Clock, Job
-from trunkline.lanes.virtual import LINK
-from trunkline.parallel.norm import local
+from trunkline.distributed.grad_norm import local
+from trunkline.hf.introspect import parameters_outside
+from trunkline.offload.lanes.sim_clock import Clock, Job
+from trunkline.offload.lanes.simulated import LINK
 from trunkline.plan.memory import DeviceMemory, Tally
 from trunkline.plan.ranks import Wire
-from trunkline.structure import parameters_outside
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class ShardingSpec:
     """How parameters are spread over ranks; as `trunkline.shard` takes it.
 
     Attributes:
@@ -40,13 +40,13 @@ class Spread:
         return self.zero > 0 and (ranks > 1 or self.offload)
 
 
-class VirtualSharding:
-    """See `trunkline.decoder.Parameters`; what `trunkline.parallel.sharding.Sharding` would do, seen from one rank.
+class SimulatedSharding:
+    """Simulated FSDP sharding of one rank: the `ParameterStore` of an estimate.
 
     Args:
         model: on the `meta` device, whole.
         layers: its decoder layers.
-        spread: how its parameters are spread.
+        sharding_spec: how its parameters are spread.
         wire: of the ranks that they are spread over.
         clock: of this rank; None where everything is over at once.
         memory: of its device.
@@ -57,7 +57,7 @@ class VirtualSharding:
         self,
         model: nn.Module,
         layers: nn.ModuleList,
-        spread: Spread,
+        sharding_spec: ShardingSpec,
         wire: Wire,
         clock: Clock | None,
         memory: DeviceMemory,
@@ -67,8 +67,14 @@ class VirtualSharding:
         self.is_waiting = False
         self._layers = layers
         self._model = model
-        self._spread, self._wire, self._clock, self._memory, self._host = spread, wire, clock, memory, host
-        self._sharded = spread.cuts(wire.size)
+        self._sharding_spec, self._wire, self._clock, self._memory, self._host = (
+            sharding_spec,
+            wire,
+            clock,
+            memory,
+            host,
+        )
+        self._sharded = sharding_spec.cuts(wire.size)
         self._coming: dict[int, Job | None] = {}
         self._whole: set[int | None] = set()
         self._reduced: set[Parameter] = set()
@@ -76,30 +82,30 @@ class VirtualSharding:
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
-        """See `Parameters.layer_parameters`."""
+        """See `ParameterStore.layer_parameters`."""
         return [list(layer.parameters()) for layer in self._layers]
 
     @property
     def other_parameters(self) -> list[Parameter]:
-        """See `Parameters.other_parameters`."""
+        """See `ParameterStore.other_parameters`."""
         return parameters_outside(self._model, self._layers)
 
     def take_over(self) -> None:
-        """See `Parameters.take_over`."""
+        """See `ParameterStore.take_over`."""
 
     def hand_back(self) -> None:
-        """See `Parameters.hand_back`."""
+        """See `ParameterStore.hand_back`."""
 
     def handed_back(self) -> contextlib.AbstractContextManager[None]:
-        """See `Parameters.handed_back`."""
+        """See `ParameterStore.handed_back`."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:
-        """See `Parameters.begin`."""
+        """See `ParameterStore.begin`."""
 
     @contextlib.contextmanager
     def present(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
-        """See `Parameters.present`."""
+        """See `ParameterStore.present`."""
         if not self._sharded:
             yield
             return
@@ -115,16 +121,16 @@ class VirtualSharding:
         try:
             yield
         finally:
-            if not was_whole and not (again and self._spread.zero == 2):
+            if not was_whole and not (again and self._sharding_spec.zero == 2):
                 self._whole.discard(layer)
                 self._memory.put("gathered parameters", -self._nbytes(layer))
 
     def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """See `Parameters.live`."""
+        """See `ParameterStore.live`."""
         return list(parameters)
 
     def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Parameters.reduced`: where they are in parts, a rank's own is counted and not made."""
+        """See `ParameterStore.reduced`: where they are in parts, a rank's own is counted and not made."""
         return [
             None if total is None else self._over_ranks(parameter, total)
             for parameter, total in zip(parameters, totals, strict=True)
@@ -138,16 +144,16 @@ class VirtualSharding:
     def _over_ranks(self, parameter: Parameter, total: Tensor) -> Tensor | None:
         size = self._wire.size
         part = local(total)
-        part = part if part.dtype == torch.float64 else part.to(self._spread.reduce_dtype)
+        part = part if part.dtype == torch.float64 else part.to(self._sharding_spec.reduce_dtype)
         sent = part.nbytes * (size - 1) // size
         self._wire.wait(self._wire.send(sent if self._sharded else 2 * sent, "gradients"))
         if not self._sharded:
             return torch.empty_like(parameter)
         own = -(-local(parameter).numel() // size) * self._at_rest(parameter)
-        if self._spread.offload and self._clock is not None:
+        if self._sharding_spec.offload and self._clock is not None:
             self._leaving = self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
         if parameter not in self._reduced:
-            (self._host if self._spread.offload else self._memory).put("gradients", own)
+            (self._host if self._sharding_spec.offload else self._memory).put("gradients", own)
         self._reduced.add(parameter)
         return None
 
@@ -155,7 +161,7 @@ class VirtualSharding:
         """Have the parameters of a layer, or of what is in none, brought together."""
         nbytes, size = self._nbytes(layer), self._wire.size
         self._memory.put("parameters on their way", nbytes)
-        if self._spread.offload and self._clock is not None:
+        if self._sharding_spec.offload and self._clock is not None:
             own = sum(local(p).numel() * self._at_rest(p) for p in self._parameters(layer)) // size
             self._clock.wait(self._clock.give(LINK["fetch"], own, lane="fetch", label="parameters"))
         return self._wire.send(nbytes * (size - 1) // size, "parameters")
@@ -165,7 +171,7 @@ class VirtualSharding:
 
     def _at_rest(self, parameter: Parameter) -> int:
         """Bytes of an element of a part."""
-        return (self._spread.dtype or parameter.dtype).itemsize
+        return (self._sharding_spec.dtype or parameter.dtype).itemsize
 
     def _parameters(self, layer: int | None) -> list[Parameter]:
         return self.other_parameters if layer is None else list(self._layers[layer].parameters())

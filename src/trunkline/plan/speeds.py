@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trunkline.lanes.clock import Speeds
-from trunkline.lanes.virtual import DISK, LINK
+from trunkline.offload.lanes.sim_clock import Speeds
+from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.hardware import Hardware
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from trunkline.parallel.norm import local
+from trunkline.distributed.grad_norm import local
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.sharding import Spread
+from trunkline.plan.sharding import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +53,40 @@ class States:
         return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
 
 
-def whole_bytes(model: nn.Module, spread: Spread, ranks: int, tp: int) -> int:
+def whole_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: int) -> int:
     """Host memory in which each rank builds a model whose parameters will be cut; 0 for one that is built in its place.
 
     Args:
         model: whole.
-        spread: how it will be spread over ranks.
+        sharding_spec: how it will be spread over ranks.
         ranks: that it is spread over.
         tp: ranks that its matrices are cut for.
     """
-    is_cut = spread.cuts(ranks)
+    is_cut = sharding_spec.cuts(ranks)
     if not is_cut and tp == 1:
         return 0
-    return sum(p.numel() * ((is_cut and spread.dtype) or p.dtype).itemsize for p in model.parameters())
+    return sum(p.numel() * ((is_cut and sharding_spec.dtype) or p.dtype).itemsize for p in model.parameters())
 
 
 def states_of(
-    model: nn.Module, spread: Spread, ranks: int, optimizer: AdamW | None, *, micro_batches: int = 1
+    model: nn.Module, sharding_spec: ShardingSpec, ranks: int, optimizer: AdamW | None, *, micro_batches: int = 1
 ) -> States:
     """What one rank holds.
 
     Args:
         model: whole.
-        spread: how it is spread over ranks.
+        sharding_spec: how it is spread over ranks.
         ranks: that it is spread over.
         optimizer: of its trained parameters; None for none.
         micro_batches: of a step: with more than one, gradients of earlier ones are held through the last.
     """
-    is_cut = spread.cuts(ranks)
+    is_cut = sharding_spec.cuts(ranks)
     cut = ranks if is_cut else 1
-    offload = spread.offload and is_cut
+    offload = sharding_spec.offload and is_cut
     weights = moments = masters = updated = step = earlier = 0
     for parameter in model.parameters():
         count = -(-local(parameter).numel() // cut)
-        resting = (spread.dtype if is_cut and spread.dtype is not None else parameter.dtype).itemsize
+        resting = (sharding_spec.dtype if is_cut and sharding_spec.dtype is not None else parameter.dtype).itemsize
         weights += count * resting
         if optimizer is None or not parameter.requires_grad:
             continue

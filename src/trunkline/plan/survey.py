@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trunkline.attention import kernels
-from trunkline.parallel import alarm
+from trunkline.distributed import failure
 from trunkline.plan import measure, overheads, tuning
 from trunkline.plan.checks.cgroup import memory_limit
 from trunkline.plan.hardware import Hardware, figure
@@ -54,7 +54,7 @@ class Survey:
 
     def run(self, task: Task) -> None:
         """Measure something, when all ranks are ready to."""
-        if alarm.in_job():
+        if failure.in_job():
             dist.barrier()
         self._figures |= _over_the_node({name: _rounded(value) for name, value in task.run().items()})
 
@@ -94,7 +94,7 @@ def _check(device: torch.device, folder: Path, head_dims: Sequence[int]) -> None
 def _sizes(device: torch.device) -> dict[str, Any]:
     """What is no matter of speed, and what `tuning.profile` knows for one process only."""
     found: dict[str, Any] = {"host_bytes": _host_bytes()}
-    if alarm.in_job():
+    if failure.in_job():
         found["devices_per_node"] = _local_ranks()
     if device.type == "cpu":
         found["memory_bytes"] = found["host_bytes"] // _local_ranks()
@@ -110,11 +110,11 @@ def _host_bytes() -> int:
 
 
 def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if alarm.in_job() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if failure.in_job() else 1
 
 
 def _spans_nodes() -> bool:
-    return alarm.in_job() and 1 < _local_ranks() < dist.get_world_size()
+    return failure.in_job() and 1 < _local_ranks() < dist.get_world_size()
 
 
 def _within_a_node(device: torch.device) -> dict[str, float]:
@@ -125,7 +125,7 @@ def _within_a_node(device: torch.device) -> dict[str, float]:
 def _over_the_node(figures: dict[str, Any]) -> dict[str, Any]:
     """Figures of one rank, with what the node has as the sum over the ranks of rank 0's node."""
     own = {name: figures[name] for name in _OF_A_NODE if name in figures}
-    if not own or not alarm.in_job():
+    if not own or not failure.in_job():
         return figures
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)

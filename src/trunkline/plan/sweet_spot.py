@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trunkline.attention.virtual import Attended
-from trunkline.lanes.clock import Clock
-from trunkline.lanes.virtual import DISK, LINK
+from trunkline.attention.meta_kernel import Attended
+from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.costs import Costs
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.rates import Direction

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from trunkline import support
-from trunkline.huggingface import HuggingFaceDecoder
-from trunkline.parallel.tensor import parallelize
-from trunkline.plan.blank import Blank
+from trunkline.distributed.tp import parallelize
+from trunkline.hf import probe
+from trunkline.hf.decoder import HuggingFaceDecoder
+from trunkline.plan.meta_model import MetaModel
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @contextlib.contextmanager
-def cut(blank: Blank, tp: int) -> Iterator[Blank]:
+def cut(blank: MetaModel, tp: int) -> Iterator[MetaModel]:
     """A model as one of `tp` ranks has it, for as long as this lasts; itself where that is one, or it is cut already.
 
     Raises:
@@ -41,7 +41,7 @@ def cut(blank: Blank, tp: int) -> Iterator[Blank]:
         model = copy.deepcopy(blank.model)
         parallelize(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), blank=True).put_aside()
         decoder = HuggingFaceDecoder(model)
-        yield Blank(model, decoder, support.reaches(decoder), blank.device, blank.model)
+        yield MetaModel(model, decoder, probe.reaches(decoder), blank.device, blank.model)
     finally:
         dist.destroy_process_group()
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
-from trunkline.plan.blank import Blank
+from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import Hardware, load
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.results import Rehearsal
-from trunkline.timeline import Phase, PhaseName, Timeline, clipped, thinned, within
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.results import Estimate
+from trunkline.report.timeline import Phase, PhaseName, Timeline, clipped, thinned, within
 
 MOST_POINTS = 20_000  # of one tier's memory
 _UNBOUNDED = 2**62  # bytes: no logits are this large
@@ -19,11 +19,11 @@ _UNBOUNDED = 2**62  # bytes: no logits are this large
 Capacity = Mapping[str, int | None]
 
 
-def timeline_of(rehearsal: Rehearsal, title: str, capacity: Capacity) -> Timeline:
+def timeline_of(rehearsal: Estimate, title: str, capacity: Capacity) -> Timeline:
     """Return a rehearsed step as a timeline.
 
     Args:
-        rehearsal: with a time and drawn: `rehearse(..., hardware=..., drawn=True)`.
+        rehearsal: with a time and drawn: `estimate(..., hardware=..., drawn=True)`.
         title: what was rehearsed, for people.
         capacity: bytes of each tier; None where there is no limit. See `capacity_of`.
 
@@ -57,7 +57,7 @@ def timeline_of(rehearsal: Rehearsal, title: str, capacity: Capacity) -> Timelin
 
 
 def before(
-    model: PreTrainedModel | Blank,
+    model: PreTrainedModel | MetaModel,
     seq_len: int,
     *,
     title: str,
@@ -70,20 +70,20 @@ def before(
     That is what gradient checkpointing does, with a loss whose logits exist as a whole.
 
     Args:
-        model: as `rehearse` takes it.
+        model: as `estimate` takes it.
         seq_len: likewise.
         title: what is rehearsed, for people.
         hardware: a profile, or the name of one.
         capacity: bytes of each tier; None for those of the hardware.
-        arguments: others of `rehearse`, such as batch_size, documents, degrees, spread, optimizer; no settings of
+        arguments: others of `estimate`, such as batch_size, documents, degrees, spread, optimizer; no settings of
             chunks and budgets.
 
     Raises:
-        ValueError: as `rehearse`.
+        ValueError: as `estimate`.
     """
     machine = load(hardware) if isinstance(hardware, str) else hardware
-    rehearsal = rehearse(
-        model, seq_len, hardware=machine, drawn=True, chunk_size=seq_len, keep=(), head_bytes=_UNBOUNDED, **arguments
+    rehearsal = estimate(
+        model, seq_len, hardware=machine, drawn=True, chunk_size=seq_len, keep=(), logits_budget=_UNBOUNDED, **arguments
     )
     assert rehearsal.step is not None
     return timeline_of(rehearsal, title, capacity or capacity_of(machine, rehearsal.step.devices))

@@ -3,7 +3,7 @@
 Neither torch nor matplotlib is loaded for the page: it is made from the files in a run's folder.
 """
 
+from trunkline.report.timeline import Phase, Timeline
 from trunkline.report.write import Written, write_report
-from trunkline.timeline import Phase, Timeline
 
 __all__ = ["Phase", "Timeline", "Written", "write_report"]

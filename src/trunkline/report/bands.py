@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trunkline.report.svg import Frame, element, label, rectangle
+from trunkline.report.timeline import Phase
 from trunkline.report.words import seconds_text
-from trunkline.timeline import Phase
 
 STRIP = 20
 

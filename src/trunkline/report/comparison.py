@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from trunkline.report.folder import Run
 from trunkline.report.history import middle, settled
+from trunkline.report.timeline import LANE_NAMES
 from trunkline.report.words import bytes_text, percent_text, seconds_text, short_number
-from trunkline.tiers.account import TIERS
-from trunkline.timeline import LANE_NAMES
+from trunkline.units import TIERS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trunkline.report.history import Step
 from trunkline.report.scale import ticks, whole_ticks
 from trunkline.report.svg import Frame, element
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 
 MOST_POINTS = 600
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trunkline import checked
 from trunkline.report.curves import Curve
 from trunkline.report.words import percent_text
+from trunkline.utils import json_fields
 
 Scores = dict[str, dict[str, dict[int, float]]]
 
@@ -36,17 +36,17 @@ class Found:
         Raises:
             ValueError: something is missing or of another type.
         """
-        loss = checked.member(record, "loss")
-        reached = checked.mapping(checked.member(record, "effective_length"), "effective_length")
+        loss = json_fields.member(record, "loss")
+        reached = json_fields.mapping(json_fields.member(record, "effective_length"), "effective_length")
         return cls(
-            step=checked.whole(checked.member(record, "step"), "step"),
-            loss=None if loss is None else checked.number(loss, "loss"),
+            step=json_fields.whole(json_fields.member(record, "step"), "step"),
+            loss=None if loss is None else json_fields.number(loss, "loss"),
             scores={
                 way: {task: _by_length(found, f"scores.{way}.{task}") for task, found in tasks.items()}
-                for way, tasks in _objects(checked.member(record, "scores"), "scores").items()
+                for way, tasks in _objects(json_fields.member(record, "scores"), "scores").items()
             },
             effective_length={
-                way: None if length is None else checked.whole(length, f"effective_length.{way}")
+                way: None if length is None else json_fields.whole(length, f"effective_length.{way}")
                 for way, length in reached.items()
             },
         )
@@ -86,13 +86,15 @@ def _task_name(way: str, task: str) -> str:
 
 
 def _objects(value: Any, what: str) -> dict[str, dict[str, Any]]:
-    return {name: checked.mapping(inner, f"{what}.{name}") for name, inner in checked.mapping(value, what).items()}
+    return {
+        name: json_fields.mapping(inner, f"{what}.{name}") for name, inner in json_fields.mapping(value, what).items()
+    }
 
 
 def _by_length(value: Any, what: str) -> dict[int, float]:
     found = {}
-    for length, share in checked.mapping(value, what).items():
+    for length, share in json_fields.mapping(value, what).items():
         if not length.isdecimal():
-            raise ValueError(f"{what} has {checked.shown(length)} for a number of tokens.")
-        found[int(length)] = checked.amount(share, f"{what}.{length}")
+            raise ValueError(f"{what} has {json_fields.shown(length)} for a number of tokens.")
+        found[int(length)] = json_fields.amount(share, f"{what}.{length}")
     return found

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trunkline import checked
 from trunkline.report.curves import Curve, curves_of
 from trunkline.report.evaluations import Found, evaluation_curves
 from trunkline.report.history import Step, read_lines, read_step
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
+from trunkline.utils import json_fields
 
 METRICS, EVALUATIONS, RECIPE = "metrics.jsonl", "evaluations.jsonl", "recipe.yaml"
 TIMELINE, PLAN, BEFORE = "timeline.json", "plan.json", "before.json"
@@ -53,23 +53,25 @@ class Plan:
         Raises:
             ValueError: something is missing or of another type.
         """
-        record = checked.parse(text)
+        record = json_fields.parse(text)
 
         def optional(name: str) -> float | None:
-            return None if record.get(name) is None else checked.amount(record[name], name)
+            return None if record.get(name) is None else json_fields.amount(record[name], name)
 
         def counts(name: str) -> dict[str, int]:
-            return {k: checked.whole(n, f"{name}.{k}") for k, n in checked.mapping(record.get(name), name).items()}
+            return {
+                k: json_fields.whole(n, f"{name}.{k}") for k, n in json_fields.mapping(record.get(name), name).items()
+            }
 
-        exposed = checked.mapping(record.get("exposed"), "exposed")
+        exposed = json_fields.mapping(record.get("exposed"), "exposed")
         return cls(
-            hardware=checked.text(record.get("hardware", ""), "hardware"),
+            hardware=json_fields.text(record.get("hardware", ""), "hardware"),
             seconds=optional("seconds"),
             tokens_per_second=optional("tokens_per_second"),
             mfu=optional("mfu"),
             mfu_recompute_counted=optional("mfu_recompute_counted"),
             peaks=counts("peaks"),
-            exposed={lane: checked.amount(s, f"exposed.{lane}") for lane, s in exposed.items()},
+            exposed={lane: json_fields.amount(s, f"exposed.{lane}") for lane, s in exposed.items()},
             moved=counts("moved"),
         )
 

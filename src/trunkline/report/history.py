@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
-from trunkline import checked
+from trunkline.utils import json_fields
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def read_lines(text: str, read: Callable[[dict[str, Any]], T]) -> list[T]:
     for number, line in enumerate(whole, start=1):
         if line.strip():
             try:
-                found.append(read(checked.parse(line)))
+                found.append(read(json_fields.parse(line)))
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
     return found
@@ -77,26 +77,35 @@ def read_step(record: dict[str, Any]) -> Step:
     """
 
     def get(name: str) -> Any:
-        return checked.member(record, name)
+        return json_fields.member(record, name)
 
     seconds = sum(
-        checked.amount(s, f"seconds.{part}") for part, s in checked.mapping(get("seconds"), "seconds").items()
+        json_fields.amount(s, f"seconds.{part}") for part, s in json_fields.mapping(get("seconds"), "seconds").items()
     )
     if not seconds > 0:
         raise ValueError("seconds are 0 in all parts, and a step takes longer.")
-    lanes = {lane: checked.mapping(of, f"lanes.{lane}") for lane, of in checked.mapping(get("lanes"), "lanes").items()}
+    lanes = {
+        lane: json_fields.mapping(of, f"lanes.{lane}")
+        for lane, of in json_fields.mapping(get("lanes"), "lanes").items()
+    }
     flops = get("model_flops")
     return Step(
-        step=checked.whole(get("step"), "step"),
-        loss=checked.number(get("loss"), "loss"),
-        tokens=checked.whole(get("tokens"), "tokens"),
+        step=json_fields.whole(get("step"), "step"),
+        loss=json_fields.number(get("loss"), "loss"),
+        tokens=json_fields.whole(get("tokens"), "tokens"),
         seconds=seconds,
-        model_flops=None if flops is None else checked.whole(flops, "model_flops"),
-        peak_memory_bytes=checked.whole(get("peak_memory_bytes"), "peak_memory_bytes"),
-        tiers={tier: checked.whole(n, f"tiers.{tier}") for tier, n in checked.mapping(get("tiers"), "tiers").items()},
-        moved={lane: checked.whole(checked.member(of, "bytes", f"lanes.{lane}."), lane) for lane, of in lanes.items()},
+        model_flops=None if flops is None else json_fields.whole(flops, "model_flops"),
+        peak_memory_bytes=json_fields.whole(get("peak_memory_bytes"), "peak_memory_bytes"),
+        tiers={
+            tier: json_fields.whole(n, f"tiers.{tier}")
+            for tier, n in json_fields.mapping(get("tiers"), "tiers").items()
+        },
+        moved={
+            lane: json_fields.whole(json_fields.member(of, "bytes", f"lanes.{lane}."), lane)
+            for lane, of in lanes.items()
+        },
         exposed={
-            lane: checked.amount(checked.member(of, "exposed_seconds", f"lanes.{lane}."), lane)
+            lane: json_fields.amount(json_fields.member(of, "exposed_seconds", f"lanes.{lane}."), lane)
             for lane, of in lanes.items()
         },
     )

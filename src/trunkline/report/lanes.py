@@ -10,7 +10,7 @@ from trunkline.report.bands import STRIP, draw_bands
 from trunkline.report.scale import ticks
 from trunkline.report.svg import Frame, element, label
 from trunkline.report.thin import busy_shares, thin_lanes
-from trunkline.timeline import LANE_NAMES, Timeline
+from trunkline.report.timeline import LANE_NAMES, Timeline
 
 ROW, GAP = 34, 8
 

@@ -9,8 +9,8 @@ from trunkline.report.bands import STRIP, draw_bands
 from trunkline.report.scale import byte_ticks, byte_unit, round_up, ticks
 from trunkline.report.svg import Frame, element, label, line
 from trunkline.report.thin import columns
+from trunkline.report.timeline import Timeline
 from trunkline.report.words import bytes_text
-from trunkline.timeline import Timeline
 
 MOST_HOLDERS = 8
 FAR = 4  # a capacity of more than so many peaks would make all else too small to see

@@ -12,9 +12,9 @@ from trunkline.report.lanes import drawn_lanes
 from trunkline.report.memory import highest, shares_of
 from trunkline.report.scale import byte_unit
 from trunkline.report.thin import busy_shares, columns
+from trunkline.report.timeline import Timeline
 from trunkline.report.words import bytes_text
-from trunkline.tiers.account import TIERS
-from trunkline.timeline import Timeline
+from trunkline.units import TIERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

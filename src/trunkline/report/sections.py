@@ -11,9 +11,9 @@ from trunkline.report.folder import Run
 from trunkline.report.lanes import draw_lanes, lane_data, lane_totals
 from trunkline.report.memory import draw_memory, highest, shares_of
 from trunkline.report.svg import element
+from trunkline.report.timeline import PHASES, Timeline
 from trunkline.report.words import bytes_text, escape, percent_text, seconds_text
-from trunkline.tiers.account import TIERS
-from trunkline.timeline import PHASES, Timeline
+from trunkline.units import TIERS
 
 WIDE, HALF, NARROW = 960, 540, 400
 

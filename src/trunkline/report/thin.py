@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trunkline.timeline import Segment
+from trunkline.report.timeline import Segment
 
 MOST_SEGMENTS = 20_000
 FINEST = 1e-7  # of the step

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from trunkline.tiers.account import TIERS
-from trunkline.timeline import LANE_NAMES, Segment, Timeline
+from trunkline.report.timeline import LANE_NAMES, Segment, Timeline
+from trunkline.units import TIERS
 
 Event = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from trunkline.tiers.account import in_units
+from trunkline.units import in_units
 
 __all__ = ["bytes_text", "count_text", "escape", "percent_text", "seconds_text", "short_number"]
 

@@ -7,11 +7,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from trunkline.folders import put
 from trunkline.report.folder import read_run
 from trunkline.report.page import MARK, make_page
 from trunkline.report.png import NAMES, can_draw, write_pngs
 from trunkline.report.trace import make_trace
+from trunkline.utils.atomic_dir import put
 
 PAGE, TRACE, FOLDER = "index.html", "trace.json", "report"
 

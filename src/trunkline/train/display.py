@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from trunkline.evaluate import EvaluateProgress
 from trunkline.evaluate.table import length_text
-from trunkline.tiers.account import in_units
 from trunkline.train.estimate import StepEstimate, SweepPosition
 from trunkline.train.evaluating import EvaluationRecord, evaluation_text
 from trunkline.train.metrics import StepMetrics
+from trunkline.units import in_units
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

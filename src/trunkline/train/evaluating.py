@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import nn
 
-from trunkline import support
+from trunkline.api import stats, streamed_forward
 from trunkline.data import find_files, read_documents
 from trunkline.data.tokenizers import Encoder
 from trunkline.evaluate import (
@@ -30,7 +30,7 @@ from trunkline.evaluate import (
 )
 from trunkline.evaluate.table import length_text
 from trunkline.evaluate.tasks import Texts
-from trunkline.streaming import read_meters, streamed_forward
+from trunkline.hf import probe
 from trunkline.train.clock import PartClock
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
@@ -141,7 +141,7 @@ class Evaluator:
             RecipeError: With the mend.
         """
         try:
-            support.check_length(streamed_forward(model, "evaluate").decoder, self._longest - 1)
+            probe.check_length(streamed_forward(model, "evaluate").decoder, self._longest - 1)
         except ValueError as error:
             raise RecipeError(f"evaluate.lengths: {error} Set them to context or less.") from None
 
@@ -169,5 +169,5 @@ class Evaluator:
         found = evaluate(StreamedScorer(model), self._tokenizer, self.settings, continuer=continuer,
                          haystack=self._haystack, documents=self.documents, progress=progress)  # fmt: skip
         clock.drop()
-        read_meters(model)  # what was held and moved since belongs to no step
+        stats(model)  # what was held and moved since belongs to no step
         return EvaluationRecord.of(found, step=step, seconds=time.perf_counter() - begin), found

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 import trunkline
-from trunkline.parallel import alarm
-from trunkline.parallel.mesh import Degrees, degrees_of
-from trunkline.parallel.saving import whole_state_dict
+from trunkline.distributed import failure
+from trunkline.distributed.mesh import ParallelDims, parallel_dims_of
+from trunkline.distributed.state_dict import whole_state_dict
 from trunkline.train.models import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
@@ -61,11 +61,11 @@ class Job:
         mesh: of all ranks; None where there is one process.
         degrees: how they are divided.
         rank: of this process, from 0.
-        replica: which of the `degrees.dp` it belongs to, from 0.
+        replica: which of the `parallel_dims.dp` it belongs to, from 0.
     """
 
     mesh: DeviceMesh | None = None
-    degrees: Degrees = field(default_factory=Degrees)
+    parallel_dims: ParallelDims = field(default_factory=ParallelDims)
     rank: int = 0
     replica: int = 0
 
@@ -86,7 +86,7 @@ class Job:
 
     def over_replicas(self, value: float) -> float:
         """The sum over replicas of a number that all ranks of a replica have."""
-        if self.mesh is None or self.degrees.dp == 1:
+        if self.mesh is None or self.parallel_dims.dp == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
         dist.all_reduce(total, group=self.mesh["dp"].get_group())
@@ -97,7 +97,7 @@ class Job:
         if self.mesh is None:
             assert folder is not None
             return folder
-        return Path(alarm.shared("output", None if folder is None else str(folder)))
+        return Path(failure.shared("output", None if folder is None else str(folder)))
 
     def expect(self, seconds: float) -> None:
         """Have collectives fail when they take far longer than a step does.
@@ -120,7 +120,7 @@ class Job:
     def wait(self) -> None:
         """Until all are here."""
         if self.mesh is not None:
-            with alarm.guarded():
+            with failure.guarded():
                 dist.barrier()
 
     def leave(self) -> None:
@@ -140,7 +140,7 @@ class Job:
         """
         if self.mesh is None:
             return model, None
-        with alarm.guarded():
+        with failure.guarded():
             found = whole_state_dict(model)
         with torch.device("meta"):
             blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
@@ -154,7 +154,7 @@ def join(recipe: Recipe) -> Job:
     Raises:
         ValueError: `parallel` asks for several processes, and there is one; or does not make up their number.
     """
-    with alarm.guarded():
+    with failure.guarded():
         return _join(recipe)
 
 
@@ -180,13 +180,13 @@ def _join(recipe: Recipe) -> Job:
     device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
     mesh = trunkline.init_mesh(dp=parallel.dp, sp=parallel.sp, cp=parallel.cp, tp=parallel.tp,
                                device_type=device_type, timeout=_START)  # fmt: skip
-    degrees = degrees_of(mesh)
-    if recipe.batch_size % degrees.dp:
+    parallel_dims = parallel_dims_of(mesh)
+    if recipe.batch_size % parallel_dims.dp:
         raise RecipeError(
-            f"batch_size ({recipe.batch_size}, global) is not a multiple of parallel.dp ({degrees.dp}): every replica "
-            f"takes an equal share of each micro-batch. Set batch_size to {degrees.dp}, {2 * degrees.dp}, …"
+            f"batch_size ({recipe.batch_size}, global) is not a multiple of ranks.dp ({parallel_dims.dp}): each replica "
+            f"takes an equal share of each micro-batch. Set batch_size to {parallel_dims.dp}, {2 * parallel_dims.dp}, …"
         )
-    return Job(mesh, degrees, dist.get_rank(), mesh["dp"].get_local_rank())
+    return Job(mesh, parallel_dims, dist.get_rank(), mesh["dp"].get_local_rank())
 
 
 def _be_the_only_rank() -> None:
@@ -213,9 +213,9 @@ def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> fl
 
 
 def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    from trunkline.parallel.group import flat
-    from trunkline.parallel.mesh import SEQUENCE
-    from trunkline.parallel.sharding import REPLICAS
+    from trunkline.distributed.fsdp import REPLICAS
+    from trunkline.distributed.mesh import SEQUENCE
+    from trunkline.distributed.mesh_ranks import flat
 
     axes = mesh.mesh_dim_names or ()
     world = dist.group.WORLD

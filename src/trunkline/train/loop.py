@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from trunkline.api import stats
 from trunkline.data import SampleOrder, Samples
-from trunkline.parallel.sharding import no_sync
-from trunkline.streaming import read_meters
-from trunkline.tiers.meters import Meters
-from trunkline.timeline import Timeline
+from trunkline.distributed.fsdp import no_sync
+from trunkline.offload.stats import Stats
+from trunkline.report.timeline import Timeline
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display
 from trunkline.train.estimate import SweepPosition
@@ -66,7 +66,7 @@ class Trainer:
         device: Where the model is.
         flops_per_sample: Model FLOPs of one sample, None if unknown.
         job: The processes of the run.
-        read_meters: Reads what the model's stores held and moved.
+        stats: Reads what the model's stores held and moved.
         recorder: Records one of the steps; None for none.
         timeline: What it recorded, once that step is over.
     """
@@ -80,7 +80,7 @@ class Trainer:
     device: torch.device
     flops_per_sample: int | None
     job: Job
-    read_meters: Callable[[nn.Module], Meters] = read_meters
+    stats: Callable[[nn.Module], Stats] = stats
     recorder: StepRecorder | None = None
     timeline: Timeline | None = field(default=None, init=False)
 
@@ -148,13 +148,13 @@ class Trainer:
 
     def _share(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the samples of a micro-batch that this replica takes."""
-        return ids_BS.tensor_split(self.job.degrees.dp)[self.job.replica]
+        return ids_BS.tensor_split(self.job.parallel_dims.dp)[self.job.replica]
 
     def _record(self, index: int, loss: float, grad_norm: float, rate: float, seconds: dict[str, float]) -> StepMetrics:
         recipe = self.recipe
         total = sum(seconds.values())
         num_samples = recipe.batch_size * recipe.gradient_accumulation
-        meters = self.read_meters(self.model)
+        meters = self.stats(self.model)
         flops = None if self.flops_per_sample is None else self.flops_per_sample * num_samples
         return StepMetrics(
             step=index + 1,

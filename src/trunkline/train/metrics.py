@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from trunkline.lanes import Traffic
+from trunkline.offload.lanes.base import LaneTraffic
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepMetrics:
         return json.dumps(asdict(self), allow_nan=False)
 
 
-def lane_record(traffic: Traffic) -> dict[str, float]:
+def lane_record(traffic: LaneTraffic) -> dict[str, float]:
     """Return what `StepMetrics.lanes` says of a lane."""
     return {
         "bytes": traffic.moved,

@@ -15,10 +15,10 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trunkline.data.tokenizers import BYTES, Encoder
-from trunkline.devices import device_named
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
+from trunkline.utils.devices import device_named
 
 
 def resolve_device(name: str) -> torch.device:

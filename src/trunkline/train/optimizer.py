@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from trunkline.parallel.norm import local, total_norm
+from trunkline.distributed.grad_norm import local, total_norm
 from trunkline.train.recipe import OptimizerSection
 
 

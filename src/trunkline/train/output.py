@@ -17,11 +17,11 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from trunkline.evaluate import Evaluation, write_evaluation
-from trunkline.folders import put
-from trunkline.timeline import Timeline
+from trunkline.report.timeline import Timeline
 from trunkline.train.metrics import MetricsFile, Record, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
+from trunkline.utils.atomic_dir import put
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
 PLAN = "plan.json"

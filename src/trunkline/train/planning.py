@@ -8,19 +8,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trunkline.data import load_encoder
-from trunkline.parallel.mesh import Degrees
-from trunkline.plan.blank import Blank
+from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.choices import Task
+from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Plan
-from trunkline.plan.sharding import Spread
+from trunkline.plan.sharding import ShardingSpec
 from trunkline.plan.states import AdamW
 from trunkline.train.models import build_config, tokenizer_spec
 from trunkline.train.recipe import ParallelSection, Recipe
 
-_BUDGETS = ("device_budget", "host_budget", "disk", "disk_budget")
+_BUDGETS = ("device_budget", "host_budget", "offload_dir", "disk_budget")
 
 
-def blank_model(recipe: Recipe) -> Blank:
+def blank_model(recipe: Recipe) -> MetaModel:
     """The recipe's model without contents: neither weights nor a device are needed.
 
     Raises:
@@ -29,7 +29,7 @@ def blank_model(recipe: Recipe) -> Blank:
     config = build_config(recipe, load_encoder(tokenizer_spec(recipe)))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    return Blank.of(model.train())
+    return MetaModel.of(model.train())
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -40,29 +40,37 @@ def task_of(recipe: Recipe) -> Task:
         del fixed["chunk_size"]
     optimizer = AdamW(recipe.optimizer.fp32_master)
     parallel = recipe.parallel
-    degrees = None
+    parallel_dims = None
     if parallel != ParallelSection():
-        degrees = Degrees(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
-    spread = None if degrees is None else spread_of(recipe)
-    return Task(recipe.context, recipe.batch_size, optimizer, fixed, degrees, spread, recipe.gradient_accumulation)
+        parallel_dims = ParallelDims(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
+    sharding_spec = None if parallel_dims is None else sharding_spec_of(recipe)
+    return Task(
+        recipe.context, recipe.batch_size, optimizer, fixed, parallel_dims, sharding_spec, recipe.gradient_accumulation
+    )
 
 
-def spread_of(recipe: Recipe) -> Spread:
+def sharding_spec_of(recipe: Recipe) -> ShardingSpec:
     """How the recipe's parameters are spread over its processes."""
     parallel = recipe.parallel
     masters = recipe.optimizer.fp32_master and recipe.model.dtype != "float32"
-    return Spread(parallel.zero, torch.float32 if masters else None, offload=parallel.offload)
+    return ShardingSpec(parallel.zero, torch.float32 if masters else None, offload=parallel.offload)
 
 
 def written(recipe: Recipe, plan: Plan) -> Recipe:
     """A recipe with what a plan has chosen."""
-    degrees, spread = plan.choice.degrees, plan.choice.spread
-    reserved = plan.rehearsal.reserved
-    parallel = ParallelSection(dp=degrees.dp, sp=degrees.sp, cp=degrees.cp, tp=degrees.tp, zero=spread.zero,  # type: ignore[arg-type]
-                               offload=spread.offload)  # fmt: skip
+    parallel_dims, sharding_spec = plan.choice.parallel_dims, plan.choice.sharding_spec
+    reserved = plan.estimate.reserved
+    parallel = ParallelSection(
+        dp=parallel_dims.dp,
+        sp=parallel_dims.sp,
+        cp=parallel_dims.cp,
+        tp=parallel_dims.tp,
+        zero=sharding_spec.zero,  # type: ignore[arg-type]
+        offload=sharding_spec.offload,
+    )
     changed: dict[str, Any] = {
         "context": plan.task.context, "chunk_size": plan.choice.chunk_size, "keep": plan.choice.keep,
-        "inputs_every": plan.choice.inputs_every, "device_budget": plan.room.device,
+        "checkpoint_every": plan.choice.checkpoint_every, "device_budget": plan.room.device,
         "host_budget": reserved.get("host") or None,
         "parallel": parallel,
     }  # fmt: skip

@@ -12,20 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trunkline.config import StreamConfig
-from trunkline.parallel import alarm
-from trunkline.plan.blank import Blank
+from trunkline.distributed import failure
+from trunkline.hf.introspect import UnsupportedModelError
 from trunkline.plan.choices import MOST_CHUNKS
+from trunkline.plan.estimate import estimate
 from trunkline.plan.free import free_bytes, profile_of, resident_bytes
 from trunkline.plan.hardware import Hardware, NoFigures
-from trunkline.plan.rehearsal import rehearse
-from trunkline.plan.results import Rehearsal
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.results import Estimate
 from trunkline.plan.states import AdamW, whole_bytes
-from trunkline.structure import Unsupported
-from trunkline.tiers.account import in_units, parse_bytes
 from trunkline.train.job import Job
-from trunkline.train.planning import spread_of
+from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
+from trunkline.units import in_units, parse_bytes
 
 _USABLE = 0.96  # of what is free: an allocator cannot use every block
 _SMALLEST = 256  # tokens of a chunk that nobody asked for
@@ -47,22 +47,22 @@ class Preflight:
     """
 
     recipe: Recipe
-    rehearsal: Rehearsal | None = None
+    estimate: Estimate | None = None
     hardware: Hardware | None = None
     before: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
     def record(self) -> str | None:
         """`plan.json` of a run, which `trunkline report` compares with what came; None without a rehearsal."""
-        if self.rehearsal is None:
+        if self.estimate is None:
             return None
-        step = self.rehearsal.step
-        holders = {**self.rehearsal.memory, "device": {**self.rehearsal.memory["device"], **self.before}}
+        step = self.estimate.step
+        holders = {**self.estimate.memory, "device": {**self.estimate.memory["device"], **self.before}}
         found: dict[str, Any] = {
             "hardware": "this machine" if self.hardware is None else self.hardware.title,
             "peaks": {tier: sum(parts.values()) for tier, parts in holders.items()},
             "holders": holders,
-            "moved": self.rehearsal.moved,
+            "moved": self.estimate.moved,
         }
         if step is not None:
             found |= {"seconds": step.seconds, "tokens_per_second": step.tokens_per_second * step.devices,
@@ -84,7 +84,7 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device, tell:
     Raises:
         RecipeError: it does not fit; the text says where, by how much, and what would mend it.
     """
-    if job.degrees.tp > 1:
+    if job.parallel_dims.tp > 1:
         note = "note: tensor parallelism is rehearsed by `trunkline plan` only: memory is not checked beforehand."
         chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
         return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=note)
@@ -92,24 +92,24 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device, tell:
     if job.is_main:
         try:
             found = _rehearsed(recipe, config, job, device, tell)
-        except Unsupported as error:  # what cannot be streamed either is refused by stream(), with the reason
+        except UnsupportedModelError as error:  # what cannot be streamed either is refused by stream(), with the reason
             chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
             found = Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
     if job.mesh is None:
         assert found is not None
         return found
-    chunk = int(alarm.shared("chunk_size", None if found is None else str(found.recipe.chunk_size)))
+    chunk = int(failure.shared("chunk_size", None if found is None else str(found.recipe.chunk_size)))
     return found or Preflight(recipe.model_copy(update={"chunk_size": chunk}))
 
 
 def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told) -> Preflight:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    blank = Blank.of(model.train())
+    blank = MetaModel.of(model.train())
     hardware = profile_of(device)
-    free = free_bytes(device, job.processes_here, recipe.disk)
+    free = free_bytes(device, job.processes_here, recipe.offload_dir)
     _check_loading(recipe, blank, job, free)
-    fitting: dict[int, Rehearsal] = {}
+    fitting: dict[int, Estimate] = {}
     last: RecipeError | None = None
     sizes = _sizes(recipe, device, timed=hardware is not None)
     for chunk in sizes:
@@ -120,7 +120,7 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
                 _check(recipe, _step(recipe, blank, job, device, None, chunk), free, chunk)
             fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
             _check(recipe, fitting[chunk], free, chunk)
-        except Unsupported:
+        except UnsupportedModelError:
             raise
         except ValueError as error:
             fitting.pop(chunk, None)
@@ -138,7 +138,7 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
     return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
 
 
-def _seconds(rehearsal: Rehearsal) -> float:
+def _seconds(rehearsal: Estimate) -> float:
     return 0.0 if rehearsal.step is None else rehearsal.step.seconds
 
 
@@ -154,8 +154,8 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
 
 
 def _step(
-    recipe: Recipe, blank: Blank, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
-) -> Rehearsal:
+    recipe: Recipe, blank: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+) -> Estimate:
     try:
         return _rehearsed_step(recipe, blank, job, device, hardware, chunk)
     except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
@@ -163,24 +163,33 @@ def _step(
 
 
 def _rehearsed_step(
-    recipe: Recipe, blank: Blank, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
-) -> Rehearsal:
+    recipe: Recipe, blank: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+) -> Estimate:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
-    return rehearse(
-        blank, recipe.context, batch_size=recipe.batch_size // job.degrees.dp, device=device, hardware=hardware,
-        degrees=job.degrees, spread=spread_of(recipe), optimizer=AdamW(recipe.optimizer.fp32_master),
-        micro_batches=recipe.gradient_accumulation, **{**settings, "chunk_size": chunk},
-    )  # fmt: skip
+    return estimate(
+        blank,
+        recipe.context,
+        batch_size=recipe.batch_size // job.parallel_dims.dp,
+        device=device,
+        hardware=hardware,
+        parallel_dims=job.parallel_dims,
+        sharding_spec=sharding_spec_of(recipe),
+        optimizer=AdamW(recipe.optimizer.fp32_master),
+        micro_batches=recipe.gradient_accumulation,
+        **{**settings, "chunk_size": chunk},
+    )
 
 
-def _check_loading(recipe: Recipe, blank: Blank, job: Job, free: dict[str, int]) -> None:
+def _check_loading(recipe: Recipe, blank: MetaModel, job: Job, free: dict[str, int]) -> None:
     """Compare what a process takes to build the model with what is free.
 
     Raises:
         RecipeError: it takes more.
     """
-    degrees = job.degrees
-    wanted = whole_bytes(blank.model, spread_of(recipe), degrees.dp * degrees.sp * degrees.cp, degrees.tp)
+    parallel_dims = job.parallel_dims
+    wanted = whole_bytes(
+        blank.model, sharding_spec_of(recipe), parallel_dims.dp * parallel_dims.sp * parallel_dims.cp, parallel_dims.tp
+    )
     room = int(free.get("host", free["device"]) * _USABLE)
     if wanted > room:
         masters = "optimizer.fp32_master false (half of it), " if recipe.optimizer.fp32_master else ""
@@ -191,7 +200,7 @@ def _check_loading(recipe: Recipe, blank: Blank, job: Job, free: dict[str, int])
         )
 
 
-def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: int) -> None:
+def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int) -> None:
     """Compare a step with what is free.
 
     Raises:
@@ -212,8 +221,8 @@ def _check(recipe: Recipe, rehearsal: Rehearsal, free: dict[str, int], chunk: in
         budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
         mends = {
             "device": f"{smaller}keep [], {budgets}, optimizer.fp32_master false, or more processes (parallel)",
-            "host": "a smaller host_budget with disk, inputs_every 4, or a shorter context",
-            "disk": "another disk, inputs_every 4, keep [], or a shorter context",
+            "host": "a smaller host_budget with disk, checkpoint_every 4, or a shorter context",
+            "disk": "another disk, checkpoint_every 4, keep [], or a shorter context",
         }
         raise RecipeError(
             f"this run does not fit: at its peak a process would hold {in_units(wanted)} in its {tier} tier "

@@ -207,10 +207,10 @@ class Recipe(_Section):
         default=("attention",),
         description="what stays between forward and backward: [], [attention], [kv], [attention, kv]",
     )
-    strategy: Literal["auto", "resident", "head_groups", "streamed"] = Field(
+    attn_strategy: Literal["auto", "resident", "head_groups", "streamed"] = Field(
         default="auto", description="how attention goes where not all fits: auto takes the first that does"
     )
-    inputs_every: Count = Field(
+    checkpoint_every: Count = Field(
         default=1, description="only the input of every N-th layer stays; those between are computed again"
     )
     device_budget: int | str | None = Field(
@@ -218,7 +218,7 @@ class Recipe(_Section):
         description="most bytes kept on the device, such as 20GiB; what does not fit goes to host and disk",
     )
     host_budget: int | str | None = Field(default=None, description="most bytes kept in host memory")
-    disk: str | None = Field(
+    offload_dir: str | None = Field(
         default=None, description="folder for a scratch file, for what host memory has no room for"
     )
     disk_budget: int | str | None = Field(default=None, description="most bytes in it; null for what is free")

@@ -16,13 +16,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from trunkline.keeping import WORDS
-from trunkline.lanes import Record
-from trunkline.parallel.norm import local
+from trunkline.api import tiers_of
+from trunkline.distributed.grad_norm import local
+from trunkline.engine.memory_layout import WORDS
+from trunkline.offload.lanes.base import MoveRecord
 from trunkline.plan.memory import Tally
-from trunkline.streaming import tiers_of
-from trunkline.tiers.account import BEYOND, TIERS, TierName
-from trunkline.timeline import (
+from trunkline.report.timeline import (
     PHASES,
     Phase,
     PhaseName,
@@ -38,6 +37,7 @@ from trunkline.train.estimate import SweepPosition
 from trunkline.train.gauges import gauge_for, total_bytes
 from trunkline.train.metrics import StepMetrics
 from trunkline.train.optimizer import Optimizer
+from trunkline.units import BEYOND, TIERS, TierName
 
 MOST_POINTS = 20_000  # of one tier's memory
 _LEAST_WAIT = 1e-5  # seconds: less is what waiting for something that is over takes
@@ -73,7 +73,7 @@ class StepRecorder:
         self._holders: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}
         self._peaks: dict[TierName, int] = dict.fromkeys(TIERS, 0)
         self._optimizer: Optimizer | None = None
-        self._record: Record | None = None
+        self._record: MoveRecord | None = None
 
     @property
     def device_peak(self) -> int:
@@ -233,12 +233,12 @@ class StepRecorder:
         return {"device": total_bytes(self._device), **beyond}
 
 
-def _record_from(begin: Mark) -> Record:
+def _record_from(begin: Mark) -> MoveRecord:
     """A record of lanes that counts from the beginning of a step."""
     if isinstance(begin, float):
-        return Record(begin)
+        return MoveRecord(begin)
     # The device rests between two steps, so that its moment is now.
-    return Record(time.perf_counter(), begin)
+    return MoveRecord(time.perf_counter(), begin)
 
 
 def _without(segments: list[Segment], waits: list[Segment]) -> list[Segment]:

@@ -12,9 +12,9 @@ from torch import nn
 
 import trunkline
 from trunkline.data import CutReport, cut_documents, find_files, load_encoder, read_documents
-from trunkline.flops import UncountedModuleError, attention_flops, model_flops
-from trunkline.parallel import alarm
-from trunkline.parallel.mesh import heads_of
+from trunkline.distributed import failure
+from trunkline.distributed.mesh import heads_of
+from trunkline.hf.flops import UncountedModuleError, attention_flops, model_flops
 from trunkline.train.clock import PartClock
 from trunkline.train.display import Display, RunInfo
 from trunkline.train.evaluating import EvaluationRecord, Evaluator
@@ -65,7 +65,7 @@ def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog
         RankError: Another process of the run has failed.
     """
     job = job or Job()
-    with contextlib.nullcontext() if job.mesh is None else alarm.guarded():
+    with contextlib.nullcontext() if job.mesh is None else failure.guarded():
         return _train(recipe, display, job, log)
 
 
@@ -74,7 +74,7 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     device = resolve_device(recipe.device)
     encoder = load_encoder(tokenizer_spec(recipe))
     config = build_config(recipe, encoder)
-    job.degrees.check_heads(*heads_of(config))
+    job.parallel_dims.check_heads(*heads_of(config))
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
@@ -147,15 +147,15 @@ def _model(
     recipe: Recipe, config: Any, device: torch.device, job: Job, display: Display
 ) -> tuple[nn.Module, int | None, float]:
     """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
-    parallel, degrees, dtype = recipe.parallel, job.degrees, recipe.model.dtype
-    cut = bool(parallel.zero) and (degrees.dp * degrees.sp * degrees.cp > 1 or parallel.offload)
+    parallel, parallel_dims, dtype = recipe.parallel, job.parallel_dims, recipe.model.dtype
+    cut = bool(parallel.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or parallel.offload)
     # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
     masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
     wide = recipe
     if masters:
         wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
     # A whole model need not fit on a device of which it takes a share.
-    model = build_model(wide, config, torch.device("cpu") if cut or degrees.tp > 1 else device)
+    model = build_model(wide, config, torch.device("cpu") if cut or parallel_dims.tp > 1 else device)
     flops = _flops(model, recipe.context, display)
     attention_share = 0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops
     if job.mesh is None:
@@ -164,7 +164,7 @@ def _model(
     if flops is not None:
         per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // job.world_size
         job.expect(expected_seconds(per_rank, device, getattr(torch, dtype)))
-    if cut or degrees.tp > 1:
+    if cut or parallel_dims.tp > 1:
         param_dtype = getattr(torch, dtype) if masters else None
         trunkline.shard(model, job.mesh, zero=parallel.zero, param_dtype=param_dtype, offload=parallel.offload and cut)
     return model, flops, attention_share
@@ -184,7 +184,9 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
     samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
-    ranks = f", {job.world_size} processes ({job.degrees}, zero={recipe.parallel.zero})" if job.world_size > 1 else ""
+    ranks = (
+        f", {job.world_size} processes ({job.parallel_dims}, zero={recipe.parallel.zero})" if job.world_size > 1 else ""
+    )
     ranks += ", offload" if recipe.parallel.offload else ""
     return [
         f"trunkline {trunkline.__version__}: {name}, {count_text(count)} parameters in {recipe.model.dtype} on "

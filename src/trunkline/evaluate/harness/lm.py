@@ -20,13 +20,13 @@ from tqdm import tqdm
 from transformers import StoppingCriteriaList
 
 import trunkline
+from trunkline.api import streamed_forward
 from trunkline.data.tokenizers import Tokens
 from trunkline.evaluate.harness.scoring import Score, score
 from trunkline.evaluate.harness.text import Pair, Texts
 from trunkline.evaluate.harness.writing import Asked, Until, asked, cut
 from trunkline.generation.loading import load_model
 from trunkline.generation.prefixes import LEAST_SHARED, Prefixes
-from trunkline.streaming import streamed_forward
 
 _NOT_TEXT = ("model", "mesh", "progress")  # of stream(), what no command line can give
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import trunkline
-from trunkline.cache.streamed import StreamedCache
+from trunkline.api import streamed_forward
 from trunkline.data.tokenizers import Tokens
+from trunkline.engine.loss import IGNORE
 from trunkline.evaluate.harness.text import Pair
 from trunkline.generation.prefixes import Prefixes
-from trunkline.head import IGNORE
-from trunkline.streaming import streamed_forward
+from trunkline.kv_cache.cache import StreamedCache
 
 # Of a longer continuation the logits, which behind a cache exist at once, would be large; in whole rows they are tiled.
 MOST_BEHIND = 256

@@ -40,7 +40,7 @@ def attention(short: str, device: torch.device) -> Finding:
         with flash.activated(flash.best_implementation(device)):
             error = error_of(kernel, device, computes, head_dim)
         if not error <= _ROUNDINGS * rounding(computes):
-            mend = "Use another kernel (kernel='math' is slow and right), and another version of PyTorch."
+            mend = "Use another kernel (attn_kernel='math' is slow and right), and another version of PyTorch."
             return Finding(name, "fail", f"{kernel.name} is wrong by {error:.1e} at head dim {head_dim}", mend)
         chosen.add(kernel.name)
         line = _line(kernel.name, device, dtype, head_dim)

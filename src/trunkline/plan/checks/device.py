@@ -11,7 +11,7 @@ import torch
 
 from trunkline.attention import kernels
 from trunkline.plan.checks.finding import Finding
-from trunkline.tiers.account import in_units
+from trunkline.units import in_units
 
 # Instructions for half types, as Linux calls them on x86 ("flags") and on Arm ("Features").
 _HALF = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "sme", "fphp")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trunkline.plan.checks.finding import Finding
-from trunkline.tiers.account import in_units
+from trunkline.units import in_units
 
 _FILE = 256 * 2**20  # bytes; more is not written than half a second of a fast disk
 _PIECE = 16 * 2**20  # bytes; a chunk of 4,096 tokens of a small model

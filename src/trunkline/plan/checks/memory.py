@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trunkline.plan.checks.cgroup import MemoryLimit
 from trunkline.plan.checks.finding import Finding
-from trunkline.tiers.account import in_units
+from trunkline.units import in_units
 
 _LITTLE = 4 * 2**30  # bytes; a model of 100M parameters with AdamW takes 1.6 GB, PyTorch itself half of one
 _SHARED = 2**30  # bytes; Docker gives 64 MiB, of which NCCL takes about 10 for each pair of ranks

@@ -1,0 +1,170 @@
+"""The mesh: how the ranks of a job are divided, checked in one place.
+
+Axes, outermost first: `dp` replicas with other data, `cp` and `sp` that share a sequence, `tp` that shares matrices.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trunkline.distributed import failure
+
+AXES = ("dp", "cp", "sp", "tp")
+SEQUENCE = ("cp", "sp")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """Ranks along each axis.
+
+    Attributes:
+        dp: replicas of the model's computation, each with other data.
+        sp: ranks that share a sequence, cut by attention heads in attention (Ulysses).
+        cp: ranks that share a sequence, cut by query rows in attention; keys and values are gathered.
+        tp: ranks that share every matrix.
+    """
+
+    dp: int = 1
+    sp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        """As settings."""
+        return ", ".join(f"{axis}={getattr(self, axis)}" for axis in ("dp", "sp", "cp", "tp"))
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse degrees that are no whole numbers, or do not make up the ranks of the job.
+
+        Raises:
+            ValueError: with what would.
+        """
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"{axis}={degree!r}: give a positive whole number of ranks.")
+        rest = self.sp * self.cp * self.tp
+        if self.dp * rest != world_size:
+            mend = (
+                f"set dp={world_size // rest}"
+                if world_size % rest == 0
+                else f"sp x cp x tp must divide {world_size}: {rest} does not"
+            )
+            raise ValueError(
+                f"{self} makes {self.dp * rest} ranks, but the job has a world size of {world_size}: {mend}, or start "
+                f"{self.dp * rest} processes (torchrun --nproc-per-node)."
+            )
+
+    def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
+        """Refuse degrees that attention heads cannot be cut by.
+
+        Args:
+            num_heads: query heads of the model.
+            num_kv_heads: key/value heads.
+
+        Raises:
+            ValueError: with the valid values.
+        """
+        world = self.dp * self.sp * self.cp * self.tp
+        heads = f"{num_heads} query and {num_kv_heads} key/value heads (world size {world})"
+        if num_heads % self.tp or num_kv_heads % self.tp:
+            valid = [n for n in divisors(num_kv_heads) if num_heads % n == 0]
+            raise ValueError(f"tp={self.tp} does not divide {heads}: valid values of tp are {_list(valid)}.")
+        local = num_heads // self.tp
+        if local % self.sp:
+            within = f" of {local} query heads on each of {self.tp} tp ranks" if self.tp > 1 else ""
+            raise ValueError(
+                f"sp={self.sp} does not divide {heads}{within}: valid values of sp are {_list(divisors(local))}. For "
+                f"the same number of ranks on any number of heads use cp={self.sp} instead, or split them: "
+                f"sp={_largest(local, self.sp)}, cp={self.sp // _largest(local, self.sp)}."
+            )
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _largest(number: int, degree: int) -> int:
+    return max(n for n in divisors(degree) if number % n == 0)
+
+
+def _list(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def init_mesh(
+    *,
+    dp: int | None = None,
+    sp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    model: Any = None,
+    device_type: str | None = None,
+    timeout: timedelta | None = None,
+) -> DeviceMesh:
+    """Build the mesh of a job's ranks, and join the job if that was not done yet.
+
+    Ranks that follow one another share matrices first (`tp`), then a sequence (`sp`, then `cp`); so these stay within a
+    node. Start the processes with torchrun.
+
+    Args:
+        dp: replicas, each with other data; None takes what the others leave.
+        sp: ranks that share a sequence, cut by heads in attention: it must divide the query heads.
+        cp: ranks that share a sequence, cut by rows in attention: any number.
+        tp: ranks that share every matrix: it must divide the key/value heads.
+        model: whose heads the degrees must divide, or its config; without it `stream` checks that.
+        device_type: `cuda` or `cpu`; None is cuda where there is one.
+        timeout: after which a collective fails; None is PyTorch's own.
+
+    Returns:
+        A mesh of the axes dp, cp, sp, tp.
+
+    Raises:
+        ValueError: the degrees do not fit the number of ranks or the heads; the text has the valid values.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ValueError(
+                "there is no job of several processes here: start this program with torchrun --nproc-per-node N, or "
+                "leave init_mesh out."
+            )
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout)
+    world_size = dist.get_world_size()
+    rest = max(sp * cp * tp, 1) if all(isinstance(n, int) for n in (sp, cp, tp)) else 1
+    parallel_dims = ParallelDims(max(world_size // rest, 1) if dp is None else dp, sp, cp, tp)
+    parallel_dims.check_world(world_size)
+    if model is not None:
+        parallel_dims.check_heads(*heads_of(model))
+    mesh = init_device_mesh(device_type, tuple(getattr(parallel_dims, axis) for axis in AXES), mesh_dim_names=AXES)
+    failure.watch()
+    return mesh
+
+
+def parallel_dims_of(mesh: DeviceMesh) -> ParallelDims:
+    """The degrees of a mesh.
+
+    Raises:
+        ValueError: it is not one of `init_mesh`.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
+        raise ValueError(f"mesh={mesh!r}: give the mesh that trunkline.init_mesh returns.")
+    return ParallelDims(**{axis: mesh[axis].size() for axis in AXES})
+
+
+def heads_of(model: Any) -> tuple[int, int]:
+    """Query heads and key/value heads of a transformers model or config."""
+    config = getattr(model, "config", model).get_text_config()
+    num_heads: int = config.num_attention_heads
+    num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
+    return num_heads, num_kv_heads

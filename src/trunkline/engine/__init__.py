@@ -1,0 +1,1 @@
+"""The engine: sweeps over the chunks of each layer, forward and backward."""

@@ -1,0 +1,1 @@
+"""Hugging Face models: how a decoder is run in pieces, and what is refused."""

@@ -1,0 +1,324 @@
+"""Which models are streamed, found out by asking the model itself: exact, or refused by name.
+
+`verify` runs every layer of a model on a few tokens, once as transformers does and once in two chunks through the
+core, and compares: whatever carries state across tokens in another way than attention (a convolution, say) shows.
+`reaches` asks the model's own mask functions how far back each layer's attention goes, `check_length` its rotary
+settings whether anything changes at a length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from trunkline.attention.core import Core, CoreStores
+from trunkline.attention.mask import AttentionSpan
+from trunkline.chunking import Chunk, split
+from trunkline.engine.batch import Batch
+from trunkline.hf.decoder import HuggingFaceDecoder, LayerArguments, PositionCache, cache_name, first
+from trunkline.hf.introspect import UnsupportedModelError
+from trunkline.offload.stores import resident
+
+_PROBE_TOKENS = 8
+_ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
+_FAR = 2**30
+_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 30) for i in (0, 1)), _FAR])  # where masks are asked
+_MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Stands for a mask in what a model gives its layers."""
+
+    sees: Callable[..., Any]  # batch row, head, query, key -> whether it sees it
+
+
+AttentionInterface.register(_MASK_PROBE, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(_MASK_PROBE, lambda *args, mask_function, **kwargs: _Mask(mask_function))
+
+
+def check_length(decoder: HuggingFaceDecoder, last_position: int) -> None:
+    """Refuse a length at which the positions of a model change.
+
+    Args:
+        decoder: the model.
+        last_position: largest position id.
+
+    Raises:
+        ValueError: rotary frequencies depend on the length of the input; more tokens than learned positions.
+    """
+    name = type(decoder.model).__name__
+    limit, rope_type = _most_tokens(decoder)
+    if limit is None or last_position < limit:
+        return
+    if rope_type is not None:
+        raise UnsupportedModelError(
+            f"{name} has rope_type={rope_type!r}, whose frequencies depend on the length of the input beyond "
+            f"{limit} tokens ({last_position + 1} were given): that cannot be streamed yet. Shorten the "
+            "input, or set rope_type to 'yarn', 'linear' or 'llama3' in the config's rope_parameters."
+        )
+    raise ValueError(
+        f"{name} has {limit} learned positions and was given {last_position + 1} tokens: shorten the input, or "
+        f"build the model with max_position_embeddings of {last_position + 1} or more."
+    )
+
+
+def most_tokens(decoder: HuggingFaceDecoder) -> int | None:
+    """Return how many tokens `check_length` lets through; None for any number."""
+    return _most_tokens(decoder)[0]
+
+
+def _most_tokens(decoder: HuggingFaceDecoder) -> tuple[int | None, str | None]:
+    """How many tokens a model takes, and the kind of its rotary positions where these are why."""
+    config = decoder.model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for kind in (rope, *(r for r in rope.values() if isinstance(r, dict))):
+        rope_type = kind.get("rope_type", kind.get("type"))
+        if rope_type in ("dynamic", "longrope"):
+            return kind.get("original_max_position_embeddings") or config.max_position_embeddings, rope_type
+    return None if rope else getattr(config, "max_position_embeddings", None), None
+
+
+def reaches(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
+    """How far back the attention of each layer goes: what the model's own mask functions say.
+
+    Args:
+        decoder: the model, with what is in no layer present.
+
+    Raises:
+        ValueError: a layer's mask is neither causal, nor a sliding window, nor attention chunks.
+    """
+    device, name = decoder.device, type(decoder.model).__name__
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
+    given = {"input_ids": ids}
+    if device.type == "meta":  # without one, transformers looks into the positions, which have no contents there
+        given["attention_mask"] = torch.ones_like(ids)
+    with decoder.engaged(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
+        records = decoder.record_up_to(decoder.num_layers - 1, positions, **given)
+    found: dict[int, AttentionSpan] = {}
+    of_layers = []
+    for arguments in records:
+        masks = {id(x): x for x in _leaves([*arguments.args, *arguments.kwargs.values()]) if isinstance(x, _Mask)}
+        if len(masks) > 1:
+            raise UnsupportedModelError(
+                f"{name} gives a layer {len(masks)} masks instead of one: it cannot be streamed."
+            )
+        for key, mask in masks.items():
+            if key not in found:
+                found[key] = _reach_of(mask.sees, decoder)
+            of_layers.append(found[key])
+        if not masks:
+            of_layers.append(AttentionSpan())
+    return of_layers
+
+
+def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> AttentionSpan:
+    """What a mask function comes to; it is asked at places that tell."""
+    device = decoder.device if decoder.device.type != "meta" else torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.long, device=device)
+
+    def seen(q: Tensor, kv: Tensor) -> Tensor:
+        q, kv = q.to(device), kv.to(device)
+        found: Tensor = torch.as_tensor(sees(zero, zero, q, kv)).expand((q + kv).shape)
+        return found if found.device.type == "meta" else found.cpu()
+
+    chunk = getattr(decoder.model.config.get_text_config(), "attention_chunk_size", None)
+    if (
+        chunk is not None and decoder.device.type == "meta" and seen(_PLACES, _PLACES).device.type == "meta"
+    ):  # of attention chunks; it has no contents
+        return AttentionSpan(chunk=chunk)
+    if torch.equal(seen(_PLACES[:, None], _PLACES[None]), _PLACES[None] <= _PLACES[:, None]):
+        return AttentionSpan()
+    first, last = 0, _FAR  # the first key that a far token sees is between these
+    while first < last:
+        middle = (first + last) // 2
+        if bool(seen(torch.tensor(_FAR), torch.tensor(middle))):
+            last = middle
+        else:
+            first = middle + 1
+    window = _FAR - first + 1
+    around = {multiple * size + i for size in (window, chunk or 1) for multiple in (1, 2, 3) for i in range(-2, 3)}
+    places = torch.cat([_PLACES, torch.tensor([at for at in around if 0 <= at < _FAR])])
+    for reach in (AttentionSpan(window=window), AttentionSpan(chunk=chunk)):
+        if torch.equal(seen(places[:, None], places[None]), reach.sees(places[:, None], places[None])):
+            return reach
+    raise UnsupportedModelError(
+        f"{type(decoder.model).__name__} has a mask that is neither causal, nor a sliding window, nor attention "
+        "chunks: it cannot be streamed."
+    )
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        elif isinstance(value, dict):
+            yield from _leaves(value.values())
+        else:
+            yield value
+
+
+def check_loss(decoder: HuggingFaceDecoder) -> None:
+    """Refuse a loss function other than transformers' own: it would get no logits."""
+    if decoder.model.loss_function is not ForCausalLMLoss:
+        raise UnsupportedModelError(
+            f"{type(decoder.model).__name__} has a loss function of its own, which a streamed forward cannot honour: "
+            "it works on the logits of the whole sequence. Reset model.loss_function, or do not pass labels."
+        )
+
+
+def verify(decoder: HuggingFaceDecoder) -> None:
+    """Compare every piece of a model with the model itself, on a few tokens.
+
+    Args:
+        decoder: the model. Parameters on the `meta` device have no values to compare; then one layer is run.
+
+    Raises:
+        ValueError: a piece differs; the text names the model and the piece.
+    """
+    device = decoder.device
+    if getattr(decoder.model.config.get_text_config(), "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"the config of this {type(decoder.model).__name__} has output_router_logits=True, for the auxiliary loss "
+            "of experts, which is not supported yet: set it to False, and that loss is not trained."
+        )
+    if device.type == "meta":
+        _run_one_layer(decoder)
+        return
+    name = type(decoder.model).__name__
+    with random_state_kept(device), torch.no_grad(), evaluation(decoder.model):
+        check_length(decoder, _PROBE_TOKENS - 1)
+        for attempt in range(_ATTEMPTS):
+            try:
+                _compare(decoder, device, attempt)
+                return
+            except UnsupportedModelError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{name} does not run in chunks ({error}): it cannot be streamed."
+                ) from error
+
+
+def _run_one_layer(decoder: HuggingFaceDecoder) -> None:
+    """Show the decoder what a layer returns."""
+    ids_BS = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    batch, token = Batch(ids_BS, ids_BS), Chunk(0, 0, 1)
+    with torch.no_grad(), evaluation(decoder.model), decoder.engaged():
+        x_BCE = decoder.embed(batch, token)
+        decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scoring: q.new_empty(*q.shape[:3], v.shape[3]))
+
+
+def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) -> None:
+    name = type(decoder.model).__name__
+    ids_BS = ((torch.arange(_PROBE_TOKENS, device=device) + 1) * (7919 + attempt) % decoder.vocab_size)[None]
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    batch = Batch(ids_BS, positions)
+    chunks = split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
+
+    logits = decoder.logits(ids_BS)
+    with decoder.present(None):
+        limits = reaches(decoder)
+        x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
+        parts = [decoder.embed(batch, chunk) for chunk in chunks]
+        _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
+        for index in range(decoder.num_layers):
+            with decoder.present(index):
+                x_BSE = _compare_layer(decoder, index, x_BSE, batch, limits[index])
+        _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
+
+
+def _compare_layer(
+    decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, reach: AttentionSpan
+) -> Tensor:
+    """Compare one layer; gives its output."""
+    name, layer = type(decoder.model).__name__, decoder.layers[index]
+    positions, chunks = batch.position_ids, split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
+    assert positions is not None
+    with torch.enable_grad():
+        arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
+    _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
+    y = arguments.call(layer, x_BSE)
+    y_BSE = first(y)
+    decoder.returns_tuple = isinstance(y, tuple)
+    if _asks_cache(layer, arguments, x_BSE, y_BSE, positions):
+        decoder.takes_offset.add(index)
+    core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
+                names=CoreStores("k", "v", "o", "lse"), sight=reach.over(batch.documents, batch.seq_len))  # fmt: skip
+    with decoder.engaged():
+        parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
+    _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
+    return y_BSE
+
+
+def _asks_cache(layer: nn.Module, arguments: LayerArguments, x_BSE: Tensor, y_BSE: Tensor, positions: Tensor) -> bool:
+    """Whether what a layer computes depends on how much its cache says to hold (Llama 4's temperature of queries)."""
+    if not cache_name(layer):
+        return False
+    try:
+        far = first(arguments.call(layer, x_BSE, PositionCache(positions + _FAR)))
+    except Exception:  # it wants a real cache, and so does without one here
+        return False
+    return not torch.equal(far, y_BSE)
+
+
+def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, chunk: Chunk, core: Core) -> Tensor:
+    return decoder.layer(index, x_BSE[:, chunk.start : chunk.stop], batch, chunk, partial(core.forward, chunk))
+
+
+def _check_arguments(arguments: LayerArguments, others: LayerArguments, name: str) -> None:
+    """Refuse layers that are given more than their input, positions and flags."""
+    one = [*arguments.args[1:], *(v for k, v in sorted(arguments.kwargs.items()) if k != "hidden_states")]
+    two = [*others.args[1:], *(v for k, v in sorted(others.kwargs.items()) if k != "hidden_states")]
+    tensors = ([x for x in _leaves(values) if isinstance(x, Tensor)] for values in (one, two))
+    for a, b in zip(*tensors, strict=True):
+        if a.requires_grad:
+            raise UnsupportedModelError(
+                f"{name} gives its layers a trained tensor besides their input: it cannot be streamed."
+            )
+        if not torch.equal(a, b):
+            raise UnsupportedModelError(
+                f"{name} gives its layers more of the embedding than their input: it cannot be streamed."
+            )
+
+
+def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
+    """Compare token by token, relative to what the piece adds to its input."""
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    error_S = (got - expected).double().norm(dim=-1).flatten()
+    scale_S = (expected - given).double().norm(dim=-1).flatten()
+    scale_S = scale_S + torch.finfo(expected.dtype).eps * expected.double().norm(dim=-1).flatten()
+    if not bool((error_S <= tolerance * scale_S).all()):
+        worst = float((error_S / scale_S).max())
+        raise UnsupportedModelError(
+            f"{what} computes something else in chunks than in one piece (relative difference {worst:.1e}): it carries "
+            "something from token to token besides causal attention, and cannot be streamed."
+        )
+
+
+def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The user's generators end as they began."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards as before."""
+    training: list[nn.Module] = [m for m in model.modules() if m.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

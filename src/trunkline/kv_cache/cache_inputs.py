@@ -1,0 +1,194 @@
+"""What a forward over a cache is given: checked before the first sweep, and turned into new tokens.
+
+Rows of different lengths are padded on the left, as transformers' `generate` wants it. What is padding is a document of
+its own: no token sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from trunkline.engine import documents
+from trunkline.engine.batch import Batch
+from trunkline.engine.documents import Starts
+from trunkline.hf import inputs
+from trunkline.kv_cache.cache import StreamedCache
+from trunkline.kv_cache.extend import NewTokens
+
+NAMES = ("cache", "past_key_values")  # of the argument that is a cache, in one release of transformers or another
+_WITHOUT_MEANING = ("cache_position",)
+
+
+def argument_of(model: Any) -> str:
+    """The name that a cache has among the arguments of a model's forward."""
+    known = inspect.signature(type(model).forward).parameters
+    return next((name for name in NAMES if name in known), NAMES[0])
+
+
+def taken(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) -> StreamedCache | None:
+    """Take what is said of a cache out of the arguments of a forward.
+
+    Args:
+        given: the arguments by name.
+        name: the model's, for messages.
+        new: makes an empty cache.
+
+    Returns:
+        The cache that is given, or a new one if one is wanted; None where none is.
+
+    Raises:
+        ValueError: it is the cache of a model that is not streamed, or goes with labels.
+    """
+    wanted = given.pop("use_cache", None)
+    found = [value for value in (given.pop(each, None) for each in NAMES) if value is not None]
+    for each in _WITHOUT_MEANING:
+        given.pop(each, None)
+    if given.get("labels") is not None or given.get("shift_labels") is not None:
+        if wanted or found:
+            raise ValueError("labels go without a cache: leave use_cache and past_key_values out.")
+        return None
+    if not found:
+        return new() if wanted else None
+    given_cache = found[0]
+    if isinstance(given_cache, StreamedCache):
+        return given_cache
+    if type(given_cache) is not DynamicCache or getattr(given_cache, "offloading", False):
+        raise ValueError(
+            f"a {type(given_cache).__name__} (cache_implementation) has no effect on a streamed {name}: keys and "
+            "values rest where the budgets of stream() say. Leave it out."
+        )
+    if given_cache.get_seq_length():
+        raise ValueError(
+            f"past_key_values is a {type(given_cache).__name__} that holds tokens: a streamed {name} goes on from a "
+            "cache of its own, which trunkline.prefill(model, input_ids) gives."
+        )
+    cache = new()  # that one was made for a generation that begins: ours takes its place
+    if any(getattr(layer, "record_past", False) for layer in given_cache.layers):
+        cache.activate_past_recording()
+    return cache
+
+
+def read(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache) -> NewTokens:
+    """Check the arguments of a forward over a cache.
+
+    Args:
+        given: the arguments by name, without those that `taken` takes.
+        name: the model's, for messages.
+        vocab_size: tokens it has embeddings for.
+        cache: what was read before.
+
+    Raises:
+        ValueError: an argument is of the wrong shape or range, or does not go on where the cache ends.
+    """
+    ids_BS = inputs.token_ids(given, name, vocab_size)
+    count = ids_BS.shape[1]
+    cache.require_rows(len(ids_BS))
+    keep = given.get("logits_to_keep") or 1
+    if not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
+    padding = _padding(given.get("attention_mask"), ids_BS, cache)
+    starts, positions = _going_on(given, ids_BS, padding, cache) if cache.length else _beginning(given, ids_BS, padding)
+    following = torch.tensor([[count - 1]]) if positions is None else positions[:, -1:]
+    batch = Batch(ids_BS, positions, documents=starts)
+    return NewTokens(batch, starts, following + 1, min(keep, count))
+
+
+def _padding(mask: Any, ids_BS: Tensor, cache: StreamedCache) -> list[int] | None:
+    """Tokens of padding on the left of each row of the whole sequence; None where nothing is said."""
+    if mask is None:
+        return None
+    rows, count = ids_BS.shape
+    widths = (cache.length + count, count)
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or len(mask) != rows or mask.shape[1] not in widths:
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be of shape {(rows, widths[0])}, all tokens so far, not {shape}.")
+    real = (mask != 0).cpu()
+    padding = real.shape[1] - real.sum(1)
+    if not torch.equal(real, torch.arange(real.shape[1]) >= padding[:, None]):
+        raise ValueError(
+            "attention_mask must be 0 for padding on the left and 1 for tokens (tokenizer.padding_side='left'): with a "
+            "cache the next token comes on the right. trunkline.prefill takes padding on the right, too."
+        )
+    if cache.length and mask.shape[1] == count:
+        if bool(padding.any()):
+            raise ValueError("attention_mask has padding between the cache and the new tokens: leave it out.")
+        return None
+    found: list[int] = padding.tolist()
+    if max(found) >= real.shape[1]:
+        raise ValueError("attention_mask has a row without any token: give at least one a row.")
+    return found
+
+
+def _beginning(
+    given: dict[str, Any], ids_BS: Tensor, padding: list[int] | None
+) -> tuple[tuple[Starts, ...], Tensor | None]:
+    """First tokens of documents, and positions, of the first tokens of a cache."""
+    if padding is None or not any(padding):
+        return documents.read(given, ids_BS, None)
+    at = torch.tensor(padding, device=ids_BS.device)[:, None]
+    places = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = places - at
+    elif not isinstance(positions, Tensor) or positions.ndim > 2:
+        documents.read({"position_ids": positions}, ids_BS, None)  # says what is wrong with them
+        raise ValueError("position_ids of three dimensions do not go with padding: give those of text, (B, S).")
+    else:
+        rows = positions.expand(len(padding), -1).where(places >= at, places)
+        positions = documents.read({"position_ids": rows}, ids_BS, None).position_ids
+    assert positions is not None
+    positions = positions.masked_fill(places < at, 0)
+    if any(given.get(each) is not None for each in documents.ARGUMENTS):
+        raise ValueError("packed documents and padding on the left do not go together: pack without padding.")
+    found = documents.read({"position_ids": positions}, ids_BS, None).starts
+    each = found * len(padding) if len(found) == 1 else found
+    pairs = zip(each, padding, strict=True)
+    return tuple(tuple(sorted({0, pad, *(at for at in starts if at >= pad)})) for starts, pad in pairs), positions
+
+
+def _going_on(
+    given: dict[str, Any], ids_BS: Tensor, padding: list[int] | None, cache: StreamedCache
+) -> tuple[tuple[Starts, ...], Tensor]:
+    """The same where a cache goes on: of the whole sequence, and of the new tokens."""
+    rows, count = ids_BS.shape
+    known = cache.documents
+    repeats = max(rows // cache.batch_size, 1)
+    each = tuple(starts for starts in (known * cache.batch_size if len(known) == 1 else known) for _ in range(repeats))
+    if padding is not None and any(
+        pad and (len(starts) < 2 or starts[1] != pad) for pad, starts in zip(padding, each, strict=False)
+    ):
+        raise ValueError(
+            "attention_mask has other padding than the rows that the cache was made of: pass the mask of all tokens so "
+            "far, with as much padding on the left."
+        )
+    for argument in documents.ARGUMENTS:
+        if given.get(argument) is not None:
+            raise ValueError(
+                f"{argument} goes with the first tokens of a cache: pass position_ids, from 0 where one begins."
+            )
+    following = cache.next_positions.to(ids_BS.device)
+    following = following.repeat_interleave(repeats, 0) if len(following) > 1 else following
+    positions = given.get("position_ids")
+    if positions is None:
+        return known if len(known) == 1 else each, following + torch.arange(count, device=ids_BS.device)
+    new = documents.read({"position_ids": positions}, ids_BS, None)
+    assert new.position_ids is not None
+    goes_on = (new.position_ids[:, :1] == following).expand(rows, 1).flatten().tolist()
+    begins = (new.position_ids[:, 0] == 0).expand(rows).tolist()
+    if not all(a or b for a, b in zip(goes_on, begins, strict=True)):
+        raise ValueError(
+            f"position_ids begin at {new.position_ids[:, 0].tolist()}, and the cache ends before "
+            f"{following.flatten().tolist()}: go on from there, or begin a document at 0."
+        )
+    found = new.starts * rows if len(new.starts) == 1 else new.starts
+    whole = tuple(
+        (*starts, *(cache.length + at for at in own[1 if same else 0 :]))
+        for starts, own, same in zip(each, found, goes_on, strict=True)
+    )
+    return (whole[:1] if len(set(whole)) == 1 else whole), new.position_ids

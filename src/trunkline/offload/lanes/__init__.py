@@ -1,0 +1,1 @@
+"""Lanes: queues of moves that run beside compute."""

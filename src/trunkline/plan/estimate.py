@@ -1,0 +1,391 @@
+"""A rehearsal: a step of the real engine on tensors without contents.
+
+The same sweeps, core and placement run on the `meta` device with virtual lanes, so that what they hold in every tier
+and send over every lane is what they will hold and send, to the byte. With a hardware profile every operator has a
+cost, and a clock goes on: the step's time, and what of it was waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from trunkline.config import Progress, resolve_config
+from trunkline.distributed.grad_norm import local
+from trunkline.distributed.mesh import ParallelDims, heads_of
+from trunkline.engine import sweeps
+from trunkline.engine.batch import Batch
+from trunkline.engine.memory_layout import WORDS
+from trunkline.engine.replay import ReplayContext, draw_seed
+from trunkline.engine.step import StepState
+from trunkline.hf import probe
+from trunkline.hf.flops import UncountedModuleError, model_flops
+from trunkline.hf.introspect import UnsupportedModelError
+from trunkline.offload.backends import tiers_for
+from trunkline.offload.lanes.base import LANES
+from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.stores import Tiers
+from trunkline.plan import layers, tensors
+from trunkline.plan.costs import Costs
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.memory import DeviceMemory, Tally
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.op_tracer import OpTracer
+from trunkline.plan.ranks import COMM, SimulatedRanks, wire
+from trunkline.plan.results import Estimate, Step
+from trunkline.plan.segments import Numbers, Recorder, StepSegment, Trace, compose
+from trunkline.plan.sharding import ShardingSpec, SimulatedSharding
+from trunkline.plan.speeds import speeds_of
+from trunkline.plan.states import AdamW, States, states_of
+from trunkline.units import TIERS, TierName
+
+
+def estimate(
+    model: PreTrainedModel | MetaModel,
+    seq_len: int,
+    *,
+    batch_size: int = 1,
+    documents: Sequence[int] | None = None,
+    backward: bool = True,
+    device: str | torch.device | None = None,
+    hardware: Hardware | str | None = None,
+    parallel_dims: ParallelDims | None = None,
+    sharding_spec: ShardingSpec | None = None,
+    optimizer: AdamW | None = None,
+    micro_batches: int = 1,
+    extrapolate: bool = True,
+    drawn: bool = False,
+    **settings: Any,
+) -> Estimate:
+    """Run a step of a model without computing anything.
+
+    It takes as long as issuing the work does: some milliseconds for each chunk of each layer, and more where keys and
+    values are streamed. Of layers that are alike a few stand for all.
+
+    Args:
+        model: on any device, `meta` included, whole, in the dtype in which it computes; it is not changed. A `MetaModel`
+            saves making one each time.
+        seq_len: tokens of a row (global: all ranks together).
+        batch_size: rows, of one replica.
+        documents: tokens of each document that a row packs, `seq_len` together; None for one.
+        backward: a training step; otherwise a forward without gradients.
+        device: the device whose chunk size, budgets and kernels are meant; None is the hardware's, or the model's own
+            (a CPU for `meta`).
+        hardware: a profile, or the name of one (`trunkline.plan.hardware`): then the step has a time. None for bytes
+            alone.
+        parallel_dims: of a mesh of such devices; None for one device.
+        sharding_spec: how parameters are spread over them; None as `trunkline.shard` does it by default.
+        optimizer: whose state is held, and whose step is part of the time; None for none.
+        micro_batches: of a step, of which this is the last: gradients of earlier ones are held, and the optimizer's
+            time is shared.
+        extrapolate: have layers that are alike stand for each other; False goes through all.
+        drawn: keep what happened when, for a report.
+        settings: of `trunkline.stream`.
+
+    Raises:
+        ValueError: an argument or a setting is out of range, the budgets are too small, the hardware is unknown, or the
+            model cannot be streamed.
+    """
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: give a positive whole number.")
+    if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
+        raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
+    _check_settings(settings, parallel_dims)
+    blank, parallel_dims = (
+        model if isinstance(model, MetaModel) else MetaModel.of(model),
+        parallel_dims or ParallelDims(),
+    )
+    with tensors.cut(blank, parallel_dims.tp) as own:
+        rehearsing = Estimator(own, seq_len, batch_size, documents, device=device, hardware=hardware,
+                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(), drawn=drawn,
+                                settings=settings)  # fmt: skip
+        try:
+            return rehearsing.result(
+                backward=backward, extrapolate=extrapolate, optimizer=optimizer, micro_batches=micro_batches
+            )
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"{type(own.model).__name__} cannot be rehearsed on tensors without contents: {error}"
+            ) from error
+
+
+class Estimator:
+    """One rehearsal; see `estimate`."""
+
+    def __init__(
+        self,
+        blank: MetaModel,  # as a rank has it
+        seq_len: int,
+        batch_size: int,
+        documents: Sequence[int] | None,
+        *,
+        device: str | torch.device | None,
+        hardware: Hardware | str | None,
+        parallel_dims: ParallelDims,
+        sharding_spec: ShardingSpec,
+        drawn: bool,
+        settings: dict[str, Any],
+    ) -> None:
+        self._blank, self._decoder = blank.model, blank.decoder
+        self._whole = blank.model if blank.whole is None else blank.whole
+        self._reaches = blank.reaches
+        self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
+        self._hardware = _loaded(hardware)
+        self._parallel_dims, self._sharding_spec, self._drawn = parallel_dims, sharding_spec, drawn
+        parallel_dims.check_world(parallel_dims.dp * parallel_dims.sp * parallel_dims.cp * parallel_dims.tp)
+        parallel_dims.check_heads(*heads_of(blank.model))
+        self._device = _device(device, self._hardware, blank.device)
+        self._config = resolve_config(None, {**settings, "progress": self._progress})
+        world = parallel_dims.dp * parallel_dims.sp * parallel_dims.cp
+        self._clock = Clock(speeds_of(self._hardware, world * parallel_dims.tp), drawn=drawn)
+        self._memory = DeviceMemory()
+        self._tallies: dict[str, Tally] = {
+            "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": Tally(), "disk": Tally(),
+        }  # fmt: skip
+        clock = None if self._hardware is None else self._clock
+        self._ranks = SimulatedRanks(parallel_dims, self._hardware, clock)
+        self._decoder.sharding = None
+        self._sharding: SimulatedSharding | None = None
+        if sharding_spec.cuts(world) or world > 1:
+            replicas = wire(world, world * parallel_dims.tp, self._hardware, clock)
+            self._sharding = self._decoder.sharding = SimulatedSharding(
+                self._blank, self._decoder.layers, sharding_spec, replicas, clock, self._memory, self._tallies["host"]
+            )
+        self._observed = OpTracer(
+            None if self._hardware is None else Costs(self._hardware), self._clock, self._memory,
+            wire(parallel_dims.tp, parallel_dims.tp, self._hardware, clock) if parallel_dims.tp > 1 else None,
+        )  # fmt: skip
+        self._recorder: Recorder | None = None
+        self._reserved: dict[TierName, int] = {}
+        self._tiers = self._new_tiers()
+
+    def result(self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None, micro_batches: int = 1) -> Estimate:
+        """Rehearse."""
+        reaches = self._reaches
+        with probe.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
+            seed, batch = draw_seed(), self._batch()
+            full = self.placed(batch, seed)
+            placement = full.stores.placement
+            self._reserved = {} if placement is None else dict(placement.beyond)
+            units = layers.units_of(full.layout)
+            kinds = layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
+            stands = layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
+            chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
+            self._tiers = self._new_tiers()
+            if placement is not None:
+                self._tiers.decided = full.head_groups, layers.with_layers(placement, full.layout, chosen)
+            segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
+        order = _order(segments, units, stands)
+        ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
+        states = states_of(self._blank, self._sharding_spec, ranks, optimizer if backward else None,
+                           micro_batches=micro_batches)  # fmt: skip
+        course = compose(order, {"device": states.device, BEYOND_STORES: states.device, "host": states.host,
+                                 "disk": Counter()})  # fmt: skip
+        return self._rehearsal(course, states, backward=backward, optimizer=optimizer, micro_batches=micro_batches)
+
+    def placed(self, batch: Batch | None = None, seed: int = 0) -> StepState:
+        """A forward before its first sweep, with everything in its place.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
+        if not self._tiers.limited:
+            with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
+                sweeps.look_at_token(run, differentiate=differentiate)
+        run.stores.close()
+        return run
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, decoder: Any, batch: Batch, seed: int, reaches: Sequence[Any]) -> tuple[StepState, bool]:
+        conditions = ReplayContext(self._blank, batch.input_ids_BS.device, seed)
+        return sweeps.begin(
+            decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches
+        )
+
+    def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[StepSegment]:
+        """The step with some of the layers."""
+        own = [local(p) for p in self._blank.parameters()]
+        self._memory.know([*own, *self._blank.buffers(), batch.input_ids_BS])
+        self._tiers.ledger = self._note
+        recorder = self._recorder = Recorder(
+            self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
+        )
+        decoder = layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
+        with self._observed.watching(), self._ranks.guarded():
+            with decoder.present(None):
+                run, differentiate = self._begin(decoder, batch, seed, reaches)
+                sweeps.forward(run, differentiate=differentiate)
+                recorder.phase("head")
+                loss = sweeps.loss(run, differentiate=differentiate)
+            if differentiate:
+                recorder.phase("backward")
+                sweeps.backward(run, torch.empty_like(loss))
+                if self._sharding is not None:
+                    recorder.enter(None)
+                    self._sharding.settle()
+            del run, loss
+        recorder.finish()
+        return recorder.segments
+
+    def _batch(self) -> Batch:
+        """A batch without contents."""
+        ids_BS = torch.empty(self._batch_size, self._seq_len, dtype=torch.long, device="meta")
+        lengths = [self._seq_len] if self._documents is None else list(self._documents)
+        starts = (0, *accumulate(lengths[:-1]))
+        count = torch.empty((), dtype=torch.long, device="meta")
+        return Batch(ids_BS, None, ids_BS[:, 1:], count, documents=(starts,))
+
+    # -- what is noticed -----------------------------------------------------------------------------------------------
+
+    def _new_tiers(self) -> Tiers:
+        clock = None if self._hardware is None else self._clock
+        return tiers_for(self._device, self._config, virtual=True, clock=clock)
+
+    def _progress(self, progress: Progress) -> None:
+        if self._recorder is not None and progress.part == "backward" and progress.layer < 0:
+            self._recorder.enter(None)
+
+    def _note(self, tier: str, kind: str, nbytes: int) -> None:
+        part = WORDS.get(kind, kind)
+        if tier == "device":
+            self._memory.store(part, nbytes)
+        else:
+            self._tallies[tier].put(part, nbytes)
+
+    def _engine_bytes(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for tier, account in self._tiers.accounts.items():
+            found[tier] = account.held, account.peak
+            account.peak = account.held
+        return found
+
+    def _numbers(self) -> Numbers:
+        numbers: Numbers = {"seconds": self._clock.compute, "flops": self._observed.flops,
+                            "operators": self._observed.operators}  # fmt: skip
+        for lane, traffic in (self._tiers.lanes.traffic if self._tiers.limited else {}).items():
+            numbers[f"{lane} bytes"] = traffic.moved
+        numbers["comm bytes"] = self._ranks.traffic.moved if self._ranks.traffic is not None else 0
+        for name in (*LANES, COMM):
+            numbers[f"{name} exposed"] = self._clock.exposed.get(name, 0.0)
+            numbers[f"{name} busy"] = self._clock.busy.get(name, 0.0)
+        return numbers
+
+    # -- the result ----------------------------------------------------------------------------------------------------
+
+    def _rehearsal(
+        self, course: Trace, states: States, *, backward: bool, optimizer: AdamW | None, micro_batches: int
+    ) -> Estimate:
+        numbers = course.numbers
+        moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
+        if self._parallel_dims.sp * self._parallel_dims.cp > 1:
+            moved["comm"] = int(numbers["comm bytes"])
+        memory: dict[str, dict[str, int]] = {tier: dict(+course.parts[tier]) for tier in TIERS}
+        rest = course.whole["device"] - sum(memory["device"].values())
+        memory["device"] |= {"activations of a chunk": rest}
+        step = None
+        if self._hardware is not None:
+            tail = 0.0
+            if backward and optimizer is not None:
+                ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
+                tail = states.seconds(self._hardware, offload=self._sharding_spec.offload, devices=ranks)
+            step = self._step(course, tail / micro_batches, backward=backward)
+        return Estimate(
+            peaks={tier: course.engine.get(tier, 0) for tier in TIERS},
+            moved=moved, memory=memory, step=step, beyond_stores=course.whole[BEYOND_STORES],
+            reserved=self._reserved,
+        )  # fmt: skip
+
+    def _step(self, course: Trace, tail: float, *, backward: bool) -> Step:
+        assert self._hardware is not None
+        devices = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp * self._parallel_dims.tp
+        flops = None
+        with contextlib.suppress(UncountedModuleError):
+            flops = model_flops(
+                self._whole,
+                seq_len=self._seq_len,
+                batch_size=self._batch_size * self._parallel_dims.dp,
+                documents=self._documents,
+            )
+        numbers, phases = course.numbers, list(course.phases)
+        seconds = numbers["seconds"]
+        if tail:
+            phases.append(("optimizer", seconds, seconds + tail))
+        return Step(
+            seconds=seconds + tail,
+            phases=phases,
+            busy={lane: numbers[f"{lane} busy"] for lane in (*LANES, COMM)},
+            exposed={lane: numbers[f"{lane} exposed"] for lane in (*LANES, COMM)},
+            tokens=self._seq_len * self._batch_size * self._parallel_dims.dp,
+            devices=devices,
+            model_flops=flops if backward or flops is None else flops // 3,
+            hardware_flops=int(numbers["flops"]) * devices,
+            operators=int(numbers["operators"]),
+            peak_flops=self._hardware.peak(self._blank.get_input_embeddings().weight.dtype),
+            memory={tier: course.memory[tier] for tier in TIERS} if self._drawn else {},
+            lanes=course.lanes if self._drawn else {},
+        )
+
+
+BEYOND_STORES = "device, beyond stores"
+
+
+def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
+    """Refuse what no step takes.
+
+    Raises:
+        ValueError: with the nearest name.
+    """
+    if parallel_dims is not None and not isinstance(parallel_dims, ParallelDims):
+        raise ValueError(f"degrees={parallel_dims!r}: give trunkline.ParallelDims(sp=8), for example.")
+    if "mesh" in settings:
+        raise ValueError(
+            "mesh: an estimate has no ranks: give parallel_dims=ParallelDims(sp=8), for example, in its place."
+        )
+
+
+def _loaded(hardware: Hardware | str | None) -> Hardware | None:
+    if isinstance(hardware, str):
+        from trunkline.plan.hardware import load
+
+        return load(hardware)
+    return hardware
+
+
+def _device(device: str | torch.device | None, hardware: Hardware | None, own: torch.device) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if hardware is not None:
+        return torch.device(hardware.device_type)
+    return torch.device("cpu") if own.type == "meta" else own
+
+
+def _order(segments: Sequence[StepSegment], units: Sequence[range], stands: dict[int, int]) -> list[StepSegment]:
+    """The segments of all units, from those of the units that stand for them."""
+    unit_of = {layer: i for i, unit in enumerate(units) for layer in unit}
+    found: list[StepSegment] = []
+    for phase in ("embed", "forward", "head", "backward"):
+        own = [segment for segment in segments if segment.phase == phase]
+        of_unit: dict[int, list[StepSegment]] = {}
+        for segment in own:
+            if segment.layer is not None:
+                of_unit.setdefault(unit_of[segment.layer], []).append(segment)
+        around = [i for i, segment in enumerate(own) if segment.layer is not None]
+        first, last = (around[0], around[-1]) if around else (len(own), len(own))
+        found += own[:first]
+        order = range(len(units)) if phase == "forward" else reversed(range(len(units)))
+        for i in order:
+            # As those of the layers that they stand for.
+            ahead = units[i].start - units[stands[i]].start
+            found += [replace(each, layer=(each.layer or 0) + ahead) for each in of_unit.get(stands[i], [])]
+        found += own[last + 1 :]
+    return found

@@ -1,0 +1,44 @@
+"""Bytes: sizes with units, and the names of the memory tiers."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+TierName = Literal["device", "host", "disk"]
+BEYOND: tuple[TierName, ...] = ("host", "disk")
+TIERS: tuple[TierName, ...] = ("device", *BEYOND)
+
+_UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
+          **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)}}  # fmt: skip
+
+
+def parse_bytes(setting: str, value: int | str | None) -> int | None:
+    """A number of bytes, given as such or as "24GiB" (1024-based), "24GB" (1000-based).
+
+    Args:
+        setting: its name, for the message.
+        value: what the user gave; None stays None.
+
+    Raises:
+        ValueError: it is not a number of bytes.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].upper() in _UNITS and ("." not in match[1] or _UNITS[match[2].upper()] > 1):
+            return int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{setting}={value!r}: give a number of bytes, or one with a unit, such as '24GiB' or '500MB'.")
+
+
+def in_units(nbytes: int) -> str:
+    """A number of bytes for people, in 1024-based units."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"

@@ -1,0 +1,1 @@
+"""Small helpers: folders written whole, devices, JSON fields."""

@@ -1,0 +1,60 @@
+"""The whole parity suite once more, with every run's stores spread over tiers whose lanes are the adversary's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import test_parity
+import torch
+from adversary import AdversaryBackend
+from test_parity import *  # noqa: F403
+
+from trunkline.config import StreamConfig
+from trunkline.offload.placement import Advice, Placement, StoreRequest, _transit
+from trunkline.offload.stores import Tiers
+
+# Resident on purpose, or about something else than what a run keeps.
+del test_any_shape  # noqa: F821 - has a test of its own in test_budgets
+del test_bf16_is_no_worse_than_transformers  # noqa: F821 - statistics over models, slow
+del test_weight_gradients_are_summed_in_fp32  # noqa: F821 - 256 chunks for the sake of rounding, slow
+
+
+class Squeezed(Tiers):
+    """Every run gets a budget of its own: between what it needs at least and what it would like."""
+
+    def __init__(self, seed: int, prefetch: int) -> None:
+        super().__init__({"device": 2**40, "host": 20_000, "disk": 2**23}, AdversaryBackend(seed), prefetch)
+        self._random = random.Random(seed)
+        self._streams = False  # keys and values stay off the device
+
+    def place(self, requests: Sequence[StoreRequest], advice: Advice | None = None) -> Placement:
+        if requests[0].group == "inner":  # another try for the same run
+            if self._streams:
+                raise ValueError("not by head groups this time")
+            return super().place(requests, advice)
+        self._streams = self._random.random() < 0.5
+        if self._streams:
+            requests = [replace(request, stays=request.group != "live kv") for request in requests]
+        everything = sum(request.nbytes for request in requests)
+        least = _transit(requests)
+        self.accounts["device"].budget = int(least + self._random.random() * max(everything - least, 0))
+        for _ in range(20):
+            try:
+                return super().place(requests, advice)
+            except ValueError:  # other runs are outstanding
+                self.accounts["device"].budget += everything
+        raise AssertionError("no budget is enough")
+
+
+@pytest.fixture(autouse=True, params=range(2))
+def _adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiers_for(device: torch.device, config: StreamConfig) -> Tiers:
+        return Squeezed(request.param, 2 + request.param)
+
+    monkeypatch.setattr("trunkline.forward.tiers_for", tiers_for)
+
+
+assert test_parity.__doc__

@@ -1,0 +1,104 @@
+"""Every row of docs/support.md."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import alone, check, packed, plain, positions, streamed, tokens
+from support_matrix import PAGE, REFUSALS, ROWS, Refusal, Row, page
+
+import trunkline
+from trunkline.hf.probe import reaches
+
+LENGTHS = [[5, 1, 17, 17], [12, 28]]
+EXPERTS = ["eager", "batched_mm", "grouped_mm"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
+def test_streamed(row: Row) -> None:
+    model, ids = row.build(), tokens(2, 40)
+    expected = plain(model, ids, ids)
+    for settings in ({"chunk_size": 7}, {"chunk_size": 16, "keep": ()}):
+        trunkline.stream(model, **settings)
+        check(streamed(model, ids, ids), expected, row.dtype, tolerance=row.tolerance)
+        trunkline.unstream(model)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
+def test_packed(row: Row) -> None:
+    model, lengths = row.build(), LENGTHS[: row.rows]
+    ids = tokens(row.rows, 40)
+    expected = alone(model, ids, lengths)
+    trunkline.stream(model, chunk_size=11)
+    check(packed(model, ids, position_ids=positions(lengths)), expected, row.dtype, tolerance=row.tolerance)
+
+
+def test_layers_that_take_one_position_for_all_rows() -> None:
+    (row,) = (row for row in ROWS if row.rows == 1)
+    model = trunkline.stream(row.build(), chunk_size=11)
+    with pytest.raises(ValueError, match="pack documents in one row at a time"):
+        packed(model, tokens(2, 40), position_ids=positions(LENGTHS))
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.experts], ids=lambda row: row.family)
+def test_every_implementation_of_experts(row: Row, experts: str) -> None:
+    model, ids = row.build(experts, torch.float32), tokens(2, 40)
+    expected = plain(model, ids, ids)
+    trunkline.stream(model, chunk_size=7)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.family)
+def test_refused(refusal: Refusal) -> None:
+    model = refusal.build()
+    with pytest.raises(ValueError, match=refusal.message):
+        trunkline.stream(model)
+    assert "forward" not in model.__dict__
+
+
+def test_the_page_says_what_is_tested() -> None:
+    assert PAGE.read_text() == page(), "run python tests/support_matrix.py"
+
+
+@pytest.mark.parametrize("strategy", ["resident", "head_groups", "streamed"])
+@pytest.mark.parametrize("trained", [["sinks"], ["sinks", "o_proj"], ["sinks", "norm"]], ids=str)
+def test_sinks_alone_are_trained(trained: list[str], strategy: str, tmp_path: Path) -> None:
+    """Where queries, keys and values need no gradient, sinks get theirs all the same."""
+    (row,) = (row for row in ROWS if row.family == "gpt-oss")
+    model, ids = row.build(), tokens(2, 40)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    expected = plain(model, ids, ids)
+    budget = (
+        {}
+        if strategy == "resident"
+        else {"device_budget": "400KiB", "offload_dir": tmp_path, "attn_strategy": strategy}
+    )
+    trunkline.stream(model, chunk_size=8, **budget)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+def test_a_model_that_gets_its_weights_after_stream_is_looked_at_then() -> None:
+    """On the meta device there are no values to compare, nor is there what a layer makes of its positions."""
+    (row,) = (row for row in ROWS if row.family.startswith("Llama 4"))
+    exact, ids = row.build(), tokens(1, 40)
+    expected = plain(exact, ids, ids)
+    model = copy.deepcopy(exact).to("meta")
+    trunkline.stream(model, chunk_size=8)
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(exact.state_dict())
+    for mine, theirs in zip(model.buffers(), exact.buffers(), strict=True):  # frequencies, which no state has
+        mine.copy_(theirs)
+    check(streamed(model, ids, ids), expected, torch.float32)
+
+
+@pytest.mark.parametrize("window", [2**21 + 2, 3 * 2**20, 2**29])
+def test_windows_longer_than_anything_here(window: int) -> None:
+    (row,) = (row for row in ROWS if row.family == "Mistral")
+    model = replace(row, settings={"sliding_window": window}).build()
+    assert reaches(trunkline.stream(model).forward.decoder)[0].window == window

@@ -1,0 +1,62 @@
+"""One rank of a rehearsed mesh against the ranks of a real one: bytes between them, and what each holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from distributed.processes import run
+from families import build
+from oracle import tokens
+
+import trunkline
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.plan.estimate import estimate
+from trunkline.plan.sharding import ShardingSpec
+
+HEAD_GROUPS: dict[str, Any] = {"chunk_size": 4, "device_budget": "40KiB", "attn_strategy": "head_groups"}
+CASES: list[dict[str, Any]] = [
+    {"chunk_size": 8},
+    {"chunk_size": 8, "keep": ()},
+    {"chunk_size": 8, "keep": ("attention", "kv"), "checkpoint_every": 2},
+    {"chunk_size": 4, "device_budget": "16KiB", "attn_strategy": "streamed"},
+]
+# Two key/value heads; and four, of which two ranks have two each to take one after the other.
+STEPS = [("llama", settings) for settings in CASES] + [("gpt2", settings) for settings in (CASES[0], HEAD_GROUPS)]
+SEQ_LEN, BATCH = 40, 2
+
+
+def stepped(parallel_dims: dict[str, int], folder: str) -> list[dict[str, Any]]:
+    """What this rank holds and moves in a step of each case."""
+    mesh = trunkline.init_mesh(**parallel_dims)
+    ids = tokens(BATCH, SEQ_LEN)
+    found = []
+    for family, settings in STEPS:
+        model = build(family, torch.float32)
+        disk = {"offload_dir": folder} if "device_budget" in settings else {}
+        trunkline.stream(model, mesh=mesh, **settings, **disk)
+        model(input_ids=ids, labels=ids).loss.backward()
+        meters = trunkline.stats(model)
+        moved = {lane: traffic.moved for lane, traffic in meters.lanes.items()}
+        found.append({"peaks": meters.peaks, "moved": moved})
+    return found
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_bytes_and_peaks_are_those_of_the_ranks(axis: str, tmp_path: Any) -> None:
+    first, second = run(2, stepped, {axis: 2}, str(tmp_path))
+    for (family, settings), real, other in zip(STEPS, first, second, strict=True):
+        disk = {"offload_dir": tmp_path} if "device_budget" in settings else {}
+        said = estimate(
+            build(family, torch.float32),
+            SEQ_LEN,
+            batch_size=BATCH,
+            parallel_dims=ParallelDims(**{axis: 2}),
+            sharding_spec=ShardingSpec(zero=0),
+            **settings,
+            **disk,
+        )
+        assert {"peaks": said.peaks, "moved": said.moved} == real == other, (family, settings)
+        assert said.moved["comm"] > 0
+        assert (said.moved["stash"] > 0) == bool(disk)

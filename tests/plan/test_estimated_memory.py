@@ -1,0 +1,160 @@
+"""What a device holds in a rehearsal: every storage once, for as long as it lives; and what it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import build
+from torch import Tensor
+
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.offload.lanes.sim_clock import Clock, Speeds
+from trunkline.plan.estimate import estimate
+from trunkline.plan.memory import DeviceMemory, Tally
+from trunkline.plan.op_tracer import OpTracer
+from trunkline.plan.states import AdamW
+
+
+def watched(run: Callable[[], object], *known: Tensor) -> DeviceMemory:
+    """What is counted while something runs, and its result is held."""
+    memory = DeviceMemory()
+    memory.know(known)
+    observed = OpTracer(None, Clock(Speeds()), memory)
+    with observed.watching():
+        held = run()
+        memory.at_end = memory.held
+        del held
+    return memory
+
+
+def meta(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_views_are_what_they_are_views_of(times: int) -> None:
+    """`_unsafe_view` too, which says that what it gives is new: once it is in the table of forms, as the first time."""
+    x = meta(4, 6)
+    views = {
+        "view": lambda: x.view(-1), "transpose": lambda: x.t(), "split": lambda: x.split(2),
+        "expand": lambda: x[:1].expand(9, 6), "unsafe": lambda: torch.ops.aten._unsafe_view(x, [24]),
+    }  # fmt: skip
+    for name, view in views.items():
+        memory = watched(lambda view=view: [view() for _ in range(times)], x)
+        assert (memory.peak, memory.held) == (0, 0), name
+
+
+def test_a_linear_layer_on_three_dimensions_makes_one_tensor() -> None:
+    x, w = meta(2, 5, 8), meta(16, 8)
+    memory = watched(lambda: [F.linear(x, w) for _ in range(3)], x, w)
+    assert memory.at_end == memory.peak == 3 * 2 * 5 * 16 * 4
+    assert memory.held == 0
+
+
+def test_in_place_takes_nothing_and_what_is_dropped_is_gone() -> None:
+    x = meta(1000)
+
+    def run() -> None:
+        a = x + 1  # 4,000 bytes
+        a.mul_(2).add_(x)
+        b = a.exp()  # 4,000 more
+        del a
+        c = b[:10].clone()  # 40 more, when the first are gone
+        assert c.shape == (10,)
+
+    memory = watched(run, x)
+    assert (memory.peak, memory.held) == (8_000, 0)
+
+
+def test_forward_and_backward_by_hand() -> None:
+    """Two matrices with a relu between: 10 x 8 to 16 to 4.
+
+    Forward keeps h = relu(x w1) (its input is freed) and ends with y and its sum. In backward y and the sum are held,
+    and h until its layer is through.
+    """
+    x = meta(10, 8)
+    w1, w2 = torch.nn.Parameter(meta(8, 16)), torch.nn.Parameter(meta(16, 4))
+    inner, outer, total = 10 * 16 * 4, 10 * 4 * 4, 4
+    peaks = []
+
+    memory = DeviceMemory()
+    memory.know([x, w1, w2])
+    with OpTracer(None, Clock(Speeds()), memory).watching():
+        h = (x @ w1).relu()
+        peaks.append(memory.peak)
+        y = h @ w2
+        loss = y.sum()
+        peaks.append(memory.held)
+        del h, y
+        memory.begin()
+        loss.backward()
+        peaks.append(memory.peak)
+        del loss
+    assert peaks[0] == 2 * inner
+    assert peaks[1] == inner + outer + total
+    # y is gone, nobody needs it. h, the loss and d loss (a scalar, expanded to dy) are there; dw2 is made, then dh, and
+    # d(x w1) while h, which relu's backward looks at, and dh are still there.
+    assert peaks[2] == inner + 2 * total + w2.nbytes + 2 * inner
+    assert memory.held == w1.nbytes + w2.nbytes
+    assert w1.grad is not None
+
+
+def test_a_tally_says_what_was_held_at_its_peak() -> None:
+    tally, told = Tally(), []
+    tally.changed = told.append
+    tally.put("a", 10)
+    tally.note("of it", 4)
+    tally.put("b", 5)
+    tally.put("a", -10)
+    assert (tally.held, tally.peak) == (5, 15)
+    assert +tally.at_peak == {"a": 10, "of it": 4, "b": 5}
+    tally.begin()
+    assert (tally.peak, +tally.at_peak) == (5, {"of it": 4, "b": 5})
+    assert told == [10, 15, 5]
+
+
+MODEL = build("llama", torch.float32)
+SIZES = {name: sum(p.nbytes for p in part.parameters()) for name, part in (
+    ("all", MODEL), ("layer", MODEL.model.layers[0]), ("head", MODEL.lm_head)
+)}  # fmt: skip
+
+
+def test_parts_of_a_step() -> None:
+    """The peak lies in the backward of the highest layer: its gradients are there, and the head's, and no others."""
+    found = estimate(MODEL, 64, chunk_size=16, optimizer=AdamW())
+    held = found.memory["device"]
+    assert held["parameters"] == SIZES["all"]
+    assert held["optimizer"] == 2 * SIZES["all"]
+    assert set(held) == {
+        "parameters", "optimizer", "gradients", "layer inputs", "attention outputs", "keys and values",
+        "gradients of keys and values", "gradients of hidden states", "activations of a chunk",
+    }  # fmt: skip
+    assert held["activations of a chunk"] > 0
+    without = estimate(MODEL, 64, chunk_size=16)
+    assert set(held) - set(without.memory["device"]) == {"optimizer"}
+    assert sum(held.values()) - sum(without.memory["device"].values()) == 2 * SIZES["all"]
+    evaluated = estimate(MODEL, 64, chunk_size=16, backward=False, optimizer=AdamW()).memory["device"]
+    assert not {"gradients", "optimizer"} & set(evaluated)
+
+
+def test_gradients_stay_until_the_step_is_over() -> None:
+    """With so few tokens, when all the weights' gradients are there."""
+    held = estimate(MODEL, 4, chunk_size=4).memory["device"]
+    assert held["gradients"] == SIZES["all"]
+
+
+def test_all_together_is_between_its_parts() -> None:
+    """No less than what lies beyond the stores at its own peak, and no more than both peaks."""
+    for n in (2, 4, 8):
+        each = estimate(MODEL, 16 * n, chunk_size=16, optimizer=AdamW())
+        assert each.beyond_stores < sum(each.memory["device"].values()) <= each.beyond_stores + each.peaks["device"]
+
+
+def test_what_gathers_is_on_the_device_and_leaves_it() -> None:
+    found = estimate(MODEL, 64, chunk_size=16, parallel_dims=ParallelDims(dp=2), optimizer=AdamW()).memory
+    assert found["device"]["gathered parameters"] == SIZES["all"] - 2 * SIZES["layer"]
+    assert found["device"]["parameters"] == SIZES["all"] // 2
+    assert found["host"] == {}

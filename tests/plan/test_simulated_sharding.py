@@ -1,0 +1,113 @@
+"""Parameters over ranks that are not there: what is gathered and reduced, how long it takes, what a rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import build
+from plan.profiles import constant
+
+from trunkline.distributed.mesh import ParallelDims
+from trunkline.plan.estimate import estimate
+from trunkline.plan.hardware import figure
+from trunkline.plan.results import Estimate
+from trunkline.plan.sharding import ShardingSpec
+from trunkline.plan.states import AdamW
+
+MODEL = build("llama", torch.float32)
+ALL = sum(p.nbytes for p in MODEL.parameters())
+LAYER = sum(p.nbytes for p in MODEL.model.layers[0].parameters())
+OTHER = ALL - 3 * LAYER  # embedding, last norm and head
+PIECES = len(list(MODEL.parameters()))
+LATENCY, BANDWIDTH, UPLINK = 1e-5, 1e11, 2  # of the profile
+
+
+def rehearsed(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
+    settings = {"device": "cuda", "hardware": constant(), "chunk_size": 16, "optimizer": AdamW(), **more}
+    return estimate(MODEL, 64, parallel_dims=ParallelDims(dp=ranks), sharding_spec=sharding_spec, **settings)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("zero", "gathers", "nbytes"),
+    [
+        (3, 2 * (3 + 1), 2 * ALL),  # each layer, and what is in none, in forward and again in backward
+        (2, 3 + 2, 3 * LAYER + 2 * OTHER),  # layers stay whole until their backward
+    ],
+)
+def test_what_is_gathered_and_reduced(ranks: int, zero: int, gathers: int, nbytes: int) -> None:
+    found = rehearsed(ranks, ShardingSpec(zero=zero))
+    away = (ranks - 1) / ranks  # of each rank's bytes
+    assert found.step.busy["comm"] == pytest.approx((gathers + PIECES) * LATENCY + (nbytes + ALL) * away / BANDWIDTH)
+    assert found.step.exposed["comm"] <= found.step.busy["comm"]
+    held = found.memory["device"]
+    assert (held["parameters"], held["optimizer"]) == (ALL // ranks, 2 * ALL // ranks)
+    assert held["gathered parameters"] == (OTHER + LAYER if zero == 3 else ALL)
+    assert found.memory["host"] == {}
+
+
+def test_replicas_that_are_whole_sum_their_gradients_twice_as_far() -> None:
+    found = rehearsed(2, ShardingSpec(zero=0))
+    assert found.step.busy["comm"] == pytest.approx(PIECES * LATENCY + 2 * ALL / 2 / BANDWIDTH)
+    assert found.memory["device"]["parameters"] == ALL
+    assert "gathered parameters" not in found.memory["device"]
+
+
+def test_the_next_layer_comes_while_one_is_computed() -> None:
+    """Where compute takes longer than a gather, only two of four are waited for: what is in no layer, and the first."""
+    found = rehearsed(2, ShardingSpec(zero=3), hardware=constant(kernel_seconds=1e-3), backward=False)
+    assert found.step.exposed["comm"] == pytest.approx(2 * LATENCY + (LAYER + OTHER) / 2 / BANDWIDTH, rel=1e-6)
+    assert found.step.busy["comm"] == pytest.approx(4 * LATENCY + ALL / 2 / BANDWIDTH, rel=1e-6)
+
+
+def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
+    half = rehearsed(2, ShardingSpec(zero=3, reduce_dtype=torch.bfloat16))
+    full = rehearsed(2, ShardingSpec(zero=3))
+    assert full.step.busy["comm"] - half.step.busy["comm"] == pytest.approx(ALL / 2 / 2 / BANDWIDTH, rel=1e-6)
+
+
+def test_masters_rest_wider_than_what_computes() -> None:
+    """bf16 parameters, gathered as such, whose parts and gradients are fp32."""
+    model = build("llama", torch.bfloat16)
+    found = estimate(
+        model,
+        64,
+        chunk_size=16,
+        parallel_dims=ParallelDims(dp=2),
+        sharding_spec=ShardingSpec(dtype=torch.float32),
+        optimizer=AdamW(),
+    ).memory["device"]
+    assert found["parameters"] == ALL // 2
+    assert found["optimizer"] == 2 * (ALL // 2)
+    assert found["gathered parameters"] == (OTHER + LAYER) // 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_offloaded_rests_in_host_memory(ranks: int) -> None:
+    rates = {"to_device": 2e10, "both_to_device": 2e10, "to_host": 2.5e10, "both_to_host": 2.5e10}
+    link = {name: figure(value, "made up", "2026") for name, value in {**rates, "devices_per_uplink": UPLINK}.items()}
+    found = rehearsed(ranks, ShardingSpec(offload=True), hardware=constant(link=link))
+    own = ALL // ranks
+    assert found.memory["host"] == {"parameters": own, "optimizer": 2 * own, "gradients": own}
+    assert not {"parameters", "optimizer", "gradients"} & set(found.memory["device"])
+    # Two devices share an uplink; each part goes in twice, and its gradient out once.
+    share = min(ranks, UPLINK)
+    assert found.step.busy["fetch"] == pytest.approx(2 * own / (20e9 / share), rel=1e-6)
+    assert found.step.busy["stash"] == pytest.approx(own / (25e9 / share), rel=1e-3)
+    assert (found.step.busy["comm"] > 0) == (ranks > 1)
+    slow, fast = (
+        rehearsed(ranks, ShardingSpec(offload=True), hardware=constant(host_bandwidth=bandwidth))
+        for bandwidth in (1e11, 1e15)
+    )
+    begin, end = slow.step.phases[-1][1:]
+    # Gradient, parameter and both moments, three of them written: of all devices of the node at once.
+    assert slow.step.phases[-1][0] == "optimizer"
+    assert end - begin == pytest.approx(8 * own * ranks / 1e11)
+    assert fast.step.seconds < slow.step.seconds
+
+
+def test_a_rank_alone_needs_no_collectives() -> None:
+    found = rehearsed(1, ShardingSpec(offload=True), hardware=constant(intra=None, inter=None))
+    assert found.step.busy["comm"] == 0
