@@ -211,9 +211,7 @@ def test_a_cache_comes_back_from_disk(
 
 def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device is as much of it as decoded tokens and a chunk of more prompt leave free."""
-    monkeypatch.setattr(
-        "trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8
-    )  # open ends become stretches while decoding goes on
+    monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)  # so that they are flushed while decoding
     model, ids, more = build("llama").eval(), tokens(1, 1_000), tokens(1, 300, seed=2)
     how = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     trunkline.stream(model, chunk_size=64)

@@ -70,8 +70,8 @@ def estimate(
     values are streamed. Of layers that are alike a few stand for all.
 
     Args:
-        model: on any device, `meta` included, whole, in the dtype in which it computes; it is not changed. A `MetaModel`
-            saves making one each time.
+        model: on any device, `meta` included, whole, in the dtype in which it computes; it is not changed. A
+            `MetaModel` saves making one each time.
         seq_len: tokens of a row (global: all ranks together).
         batch_size: rows, of one replica.
         documents: tokens of each document that a row packs, `seq_len` together; None for one.
