@@ -1,7 +1,7 @@
 """Settings of `trunkline.stream`: each is declared once, here.
 
-`StreamConfig` is the declaration: each field has a name, a type, a default, and a `Setting` (group, unit, help).
-The recipe's schema, the command line's help and the table in docs/settings.md are made from it. `StreamSettings` has the
+`StreamConfig` is the declaration: each field has a name, a type, a default, and a `Setting` (group, unit, help). The
+recipe's schema, the command line's help and the table in docs/settings.md are made from it. `StreamSettings` has the
 same names and types for editors, which complete keyword arguments from a TypedDict; a test compares the two.
 """
 
