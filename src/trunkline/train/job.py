@@ -183,8 +183,9 @@ def _join(recipe: Recipe) -> Job:
     parallel_dims = parallel_dims_of(mesh)
     if recipe.batch_size % parallel_dims.dp:
         raise RecipeError(
-            f"batch_size ({recipe.batch_size}, global) is not a multiple of ranks.dp ({parallel_dims.dp}): each "
-            f"replica takes an equal share of each micro-batch. Set batch_size to {parallel_dims.dp}, {2 * parallel_dims.dp}, …"
+            f"batch_size ({recipe.batch_size}, global) is not a multiple of ranks.dp ({parallel_dims.dp}): every "
+            f"replica takes an equal share of each micro-batch. Set batch_size to {parallel_dims.dp}, "
+            f"{2 * parallel_dims.dp}, …"
         )
     return Job(mesh, parallel_dims, dist.get_rank(), mesh["dp"].get_local_rank())
 
