@@ -28,7 +28,9 @@ from trunkline.kv_cache.extend import NewTokens, extend
 from trunkline.offload.backends import tiers_for
 from trunkline.offload.stores import Tiers
 
-_CACHE_FIELD = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in cache_inputs.NAMES)
+_CACHE_FIELD = next(
+    f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in cache_inputs.CACHE_ARGUMENTS
+)
 
 
 class StreamedForward:
@@ -92,7 +94,7 @@ class StreamedForward:
         for parameter in self.__signature__.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given |= given.pop(parameter.name, {})
-        cache = cache_inputs.taken(given, type(model).__name__, self.new_cache)
+        cache = cache_inputs.take_cache(given, type(model).__name__, self.new_cache)
         if cache is not None:
             return self.extend(given, cache, again=True)
         for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
@@ -165,11 +167,11 @@ class StreamedForward:
                 f"there is nothing new behind the {cache.length:,} tokens of the cache: model.generate wants all "
                 "tokens, those of the cache first; trunkline.generate(model, ids, cache=cache) those that follow it."
             )
-        before = cache.state()
+        before = cache.snapshot()
         try:
             logits = self._extended(given, cache, again=again)
         except BaseException:
-            cache.restore(before)
+            cache.rollback(before)
             raise
         output = CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: cache})
         return output if given.get("return_dict") is not False else output.to_tuple()
@@ -185,7 +187,7 @@ class StreamedForward:
             if not cache.belongs_to(tiers):
                 raise ValueError("this cache is another model's, or of other settings of stream(): prefill it anew.")
             given = _with_something_new(given, cache) if again else given
-            found.append(cache_inputs.read(given, type(model).__name__, self._num_words, cache))
+            found.append(cache_inputs.read_new_tokens(given, type(model).__name__, self._num_words, cache))
             self._check_device(found[0].batch.input_ids_BS)
             kind = ("cache", cache.length, found[0].logits_to_keep, self.config.decisive)
             return found[0].batch, repr(kind)
@@ -198,7 +200,7 @@ class StreamedForward:
         with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
             probe.check_length(self.decoder, found[0].batch.last_position)
             return extend(
-                self.decoder, self.config, tiers, self.ranks, conditions, cache.reaches, cache, found[0]
+                self.decoder, self.config, tiers, self.ranks, conditions, cache.attention_spans, cache, found[0]
             )  # fmt: skip
 
     def new_cache(self) -> StreamedCache:
@@ -206,9 +208,9 @@ class StreamedForward:
         gather = self.ranks.gather
         part = (0, 1) if gather is None else (gather.rank, gather.size)
         cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
-        cache.most_joined = self.config.chunk_tokens(self.decoder.device)
+        cache.max_merged_tokens = self.config.chunk_tokens(self.decoder.device)
         with self.decoder.lock, self.decoder.present(None):
-            cache.reaches = probe.reaches(self.decoder)
+            cache.attention_spans = probe.reaches(self.decoder)
         return cache
 
     @property

@@ -67,7 +67,7 @@ def test_blocks_are_what_tokens_see(sight: RowMask, chunk_size: int, joined: boo
                 met += pairs(block, tokens)
         assert sorted(met) == [(q, k) for q in tokens for k in range(SEQ) if sees(sight, q, k)]
     every = sum(sees(sight, q, k) for q in range(SEQ) for k in range(SEQ))
-    assert sight.pairs(SEQ) == every
+    assert sight.num_pairs(SEQ) == every
 
 
 @settings(max_examples=200)
@@ -121,16 +121,16 @@ def test_reach_over_documents(window: int | None, chunk: int | None, lengths: li
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     starts = [0, *ends[:-1]]
     reach = AttentionSpan(window, chunk)
-    (sight,) = reach.over([starts], ends[-1])
+    (sight,) = reach.row_masks([starts], ends[-1])
     for start, stop in pairwise([0, *ends]):
         at = torch.arange(stop - start)
-        expected = reach.sees(at[:, None], at[None])
+        expected = reach.visible(at[:, None], at[None])
         found = [[sees(sight, start + q, start + k) for k in range(stop - start)] for q in range(stop - start)]
         assert expected.tolist() == found
         assert not any(sees(sight, start, k) for k in range(start))
 
 
 @pytest.mark.parametrize("reach", [AttentionSpan(), AttentionSpan(window=64), AttentionSpan(chunk=64)])
-def test_what_reaches_further_than_the_sequence_is_plain(reach: AttentionSpan) -> None:
-    assert all(each.is_plain for each in reach.over([(0,), (0,)], 64))
-    assert all(each.is_plain == (reach == AttentionSpan()) for each in reach.over([(0,)], 65))
+def test_what_reaches_further_than_the_sequence_is_causal(reach: AttentionSpan) -> None:
+    assert all(each.is_causal for each in reach.row_masks([(0,), (0,)], 64))
+    assert all(each.is_causal == (reach == AttentionSpan()) for each in reach.row_masks([(0,)], 65))

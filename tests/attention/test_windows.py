@@ -106,7 +106,7 @@ def test_work_is_that_of_the_pairs_that_see_each_other(lengths: list[int], monke
 def test_keys_that_no_later_chunk_meets_are_not_projected_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where documents are whole chunks, backward has keys and values from the replay alone."""
     model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
-    put = watch(monkeypatch, Core, "put", lambda self, chunk, *_: chunk.index)
+    put = watch(monkeypatch, Core, "append_kv", lambda self, chunk, *_: chunk.index)
     for lengths, again in (([CHUNK] * N, []), ([CHUNK] * 4 + [3 * CHUNK] + [CHUNK] * 5, [4, 5])):
         loss = model(input_ids=IDS, labels=IDS, position_ids=positions([lengths])).loss
         put.clear()

@@ -167,7 +167,7 @@ def test_decoded_tokens_are_never_in_many_pieces_beyond_the_device(device: int, 
     assert cache.logits is not None
     torch.testing.assert_close(cache.logits[:, 0], expected[:, -1], rtol=1e-9, atol=1e-9)
     fork = cache.fork()
-    assert (fork.room, fork.most_joined) == (cache.room, cache.most_joined) != (0, 0)
+    assert (fork.room, fork.max_merged_tokens) == (cache.room, cache.max_merged_tokens) != (0, 0)
     pieces = [stretch.stop - stretch.start for stretch in (link.stretch for link in cache.links[1:])]
     assert sum(pieces) >= 400 - 130 - 8
     assert max(pieces) == 64

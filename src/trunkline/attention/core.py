@@ -44,7 +44,7 @@ from trunkline.offload.stores import Stores
 class CoreStores:
     """The stores of a core: keys, values, outputs, log-sum-exps, gradients of keys and values.
 
-    `live_k` and `live_v` are those of the layer under way, where `k` and `v` are kept for each layer.
+    `working_k` and `working_v` are those of the layer under way, where `k` and `v` are kept for each layer.
     """
 
     k: str
@@ -53,18 +53,18 @@ class CoreStores:
     lse: str
     dk: str = "dk"
     dv: str = "dv"
-    live_k: str = ""
-    live_v: str = ""
+    working_k: str = ""
+    working_v: str = ""
 
     @property
-    def live(self) -> tuple[str, str, str, str]:
+    def working_set(self) -> tuple[str, str, str, str]:
         """What a layer under way goes through once for every chunk."""
-        return self.live_k or self.k, self.live_v or self.v, self.dk, self.dv
+        return self.working_k or self.k, self.working_v or self.v, self.dk, self.dv
 
 
-def schedule_of(chunks: list[Chunk], sight: Sequence[RowMask], gather: KeyValueGather | None) -> ChunkSchedule:
+def schedule_of(chunks: list[Chunk], row_masks: Sequence[RowMask], gather: KeyValueGather | None) -> ChunkSchedule:
     """Which of these rows' chunks meet; see `Core`."""
-    return ChunkSchedule(chunks, sight, *((0, 1) if gather is None else (gather.rank, gather.size)))
+    return ChunkSchedule(chunks, row_masks, *((0, 1) if gather is None else (gather.rank, gather.size)))
 
 
 class Core:
@@ -76,12 +76,12 @@ class Core:
         keep_attention: keep output and log-sum-exp of every chunk for the backward sweep.
         keep_kv: keep keys and values for the backward sweep.
         stores: where what is kept rests.
-        names: of the stores.
+       store_names: of the stores.
         gather: brings together keys and values that ranks hold in parts: then `chunks` are this rank's rows of each
             chunk, both queries and keys, in their own numbering.
-        sight: what tokens see, of each row of the batch, or one for all rows.
+        row_masks: what tokens see, of each row of the batch, or one for all rows.
         softcap: of scores; None for none.
-        frees: let go of keys and values that a window has passed; False has them resident like any.
+        drop_passed_kv: let go of keys and values that a window has passed; False has them resident like any.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Core:
         keep_attention: bool,
         keep_kv: bool,
         stores: Stores,
-        names: CoreStores,
+        store_names: CoreStores,
         gather: KeyValueGather | None = None,
-        sight: Sequence[RowMask] = PLAIN,
+        row_masks: Sequence[RowMask] = PLAIN,
         softcap: float | None = None,
-        frees: bool = True,
+        drop_passed_kv: bool = True,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
@@ -104,30 +104,32 @@ class Core:
         self._kernel_name = kernel
         self._gather = gather
         self._softcap = softcap
-        self._num_sights = len(sight)
-        self._meetings = schedule_of(chunks, sight, gather)
-        self.frees = frees and self._meetings.frees
+        self._num_sights = len(row_masks)
+        self._meetings = schedule_of(chunks, row_masks, gather)
+        self.drops_passed_kv = drop_passed_kv and self._meetings.has_window
         self._kernel: Kernel | None = None
         self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
         self._capturing = False  # they are taken from a replay, since the forward did not keep them
         # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
-        self._separate = bool(names.live_k) and stores.placement is not None
-        self.num_resident = 0 if self.frees else stores.num_resident(names.live, len(chunks))
+        self._separate = bool(store_names.working_k) and stores.placement is not None
+        self.num_resident = 0 if self.drops_passed_kv else stores.num_resident(store_names.working_set, len(chunks))
         # As many chunks as one meets take turns in the places of the layer under way.
-        turns = self._meetings.live if self.frees else None
-        own = None if names.live_k else turns  # else they have places of their own, where all of them stay
-        self._kv = KVStore(chunks, self.num_resident, stores, (names.k, names.v), own)  # in the kernel's dtype
+        turns = self._meetings.num_live_chunks if self.drops_passed_kv else None
+        own = None if store_names.working_k else turns  # else they have places of their own, where all of them stay
+        self._kv = KVStore(
+            chunks, self.num_resident, stores, (store_names.k, store_names.v), own
+        )  # in the kernel's dtype
         self._pieces = KVSpans(chunks, self._kv, self.num_resident, self._meetings, gather)
-        self._dkv = KVStore(chunks, self.num_resident, stores, (names.dk, names.dv), turns)  # fp32 or wider
-        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
+        self._dkv = KVStore(chunks, self.num_resident, stores, (store_names.dk, store_names.dv), turns)  # fp32 or wider
+        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (store_names.o, store_names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
         self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
 
-    def needs_kv_pass(self, chunk: Chunk) -> bool:
+    def needs_kv_recompute(self, chunk: Chunk) -> bool:
         """Whether keys/values of a chunk must be computed again before the backward sweep: a later one meets them."""
         return not self._kv_complete and self._meetings.is_met_after(chunk, chunk.index)
 
-    def first_wanted(self, chunk: Chunk) -> int:
+    def first_needed_chunk(self, chunk: Chunk) -> int:
         """The first chunk whose keys and values must be there when one is replayed in the backward sweep."""
         following = self._before(chunk)
         if self._gather is not None and following is not None:  # whose first are sent for beforehand
@@ -165,14 +167,14 @@ class Core:
         if chunk.index == 0:
             self._kv.read_later(j for each in self.chunks for j in self._pieces.streamed_before(each))
         self._softcap = scoring.softcap
-        own = self._own(k, v) if self._kv_complete else self.put(chunk, k, v)
+        own = self._own(k, v) if self._kv_complete else self.append_kv(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
         attended = self._attend(chunk, q, own, scoring, following)
-        if self.frees and not self.keep_kv:
+        if self.drops_passed_kv and not self.keep_kv:
             self._kv.drop(self._meetings.passed(chunk))
         return attended
 
-    def keep_all(self) -> None:
+    def keep_for_backward(self) -> None:
         """Keep from now on what the backward sweep will need."""
         self._capturing = not self.keep_kv
         self.keep_attention = self.keep_kv = True
@@ -186,14 +188,14 @@ class Core:
         elif self._separate:
             self._kv.clear_buffers()
 
-    def restore(self) -> bool:
+    def restore_kv(self) -> bool:
         """Have keys and values that were kept back in the buffers; False where they were not kept."""
         if self.keep_kv and not self._kv_complete:
             self._kv.restore()
             self._kv_complete = True
         return self._kv_complete
 
-    def put(self, chunk: Chunk, k: Tensor, v: Tensor) -> KVPair:
+    def append_kv(self, chunk: Chunk, k: Tensor, v: Tensor) -> KVPair:
         """Keep keys/values of a chunk, for it and the chunks that come after it; gives them in the kernel's dtype."""
         own = self._own(k, v)
         self._kv.put(chunk, own)
@@ -201,30 +203,30 @@ class Core:
             self._kv.save(chunk, own)
         return own
 
-    def recalled(self, chunk: Chunk) -> Tensor:
-        """The output that `recall` will give (chunks in rising order), before its queries are there."""
+    def load_kept_output(self, chunk: Chunk) -> Tensor:
+        """The output that `kept_output` will give (chunks in rising order), before its queries are there."""
         if chunk.index == 0:
             self._kept_readers = (self._kept[0].read(range(len(self.chunks))),)
         self._known.append((self._kept_readers[0].next(),))
         return self._known[-1][0]
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    def kept_output(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not.
 
-        `recalled` comes before it.
+        `load_kept_output` comes before it.
         """
         self._softcap = scoring.softcap
         if self._capturing and self._separate and chunk.index < self.num_resident:
             self._kv.save(chunk, self._own(k, v))
         elif self._capturing:
-            self.put(chunk, k, v)
+            self.append_kv(chunk, k, v)
         (o,) = self._known.popleft()
         if chunk is self.chunks[-1]:
             self._kept_readers[0].done()
             self._kept_readers = ()
         return o
 
-    def known(self, chunk: Chunk) -> Tensor | None:
+    def load_output(self, chunk: Chunk) -> Tensor | None:
         """The output that `replay` will give, before its queries are there; None where it was not kept."""
         if not self.keep_attention:
             return None
@@ -237,7 +239,7 @@ class Core:
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph.
 
-        `known` comes before it.
+        `load_output` comes before it.
         """
         o: Tensor = _ReplayAttention.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
@@ -308,7 +310,7 @@ class Core:
         kernel = self._kernel
         assert kernel is not None
         do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
-        if len(self.chunks) == 1 == self.num_resident and self._gather is None and self._meetings.is_plain:
+        if len(self.chunks) == 1 == self.num_resident and self._gather is None and self._meetings.is_causal:
             gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)
             self._end_backward()
             return gradients
@@ -331,7 +333,7 @@ class Core:
             sums = self._add(chunk, to, shares)
         if chunk.index < self.num_resident:
             sums = self._dkv.span(chunk.start, chunk.stop)
-        if self.frees and chunk.index:
+        if self.drops_passed_kv and chunk.index:
             self._kv.drop([chunk.index - 1])  # its own come with its replay
         if chunk.index == 0:  # the last of a backward sweep
             self._end_backward()
@@ -376,7 +378,7 @@ class _ReplayAttention(torch.autograd.Function):
         differentiated = any(ctx.needs_input_grad[:4])
         if chunk is core.chunks[-1]:
             core._begin_backward(differentiated=differentiated)
-        if not streamed and not core._kv_complete and not core.needs_kv_pass(chunk):
+        if not streamed and not core._kv_complete and not core.needs_kv_recompute(chunk):
             core._kv.put(chunk, core._own(k, v))
         own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
         o, lse = core._kept_output(chunk, q, own, scoring, differentiated=differentiated)

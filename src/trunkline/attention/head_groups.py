@@ -42,19 +42,19 @@ class HeadGroupStores:
 class HeadGroupsCore:
     """Attention of one layer over the chunks of one forward pass, head group by head group.
 
-    In the forward: `project` for every chunk, `attend`, then `recall` for every chunk. In the backward `replay` for
-    every chunk, `differentiate`, then `gradients` for every chunk; before that, where outputs were not kept, the first
-    two.
+    In the forward: `project` for every chunk, `attend`, then `kept_output` for every chunk. In the backward `replay`
+    for every chunk, `differentiate`, then `gradients` for every chunk; before that, where outputs were not kept, the
+    first two.
 
     Args:
         chunks: the chunks of the sequence.
         kernel: a kernel's name, or `auto`.
         keep_attention: keep outputs and log-sum-exps for the backward.
         stores: where everything rests.
-        names: of the stores of each group.
-        inner: of the stores in which one group's keys, values and their gradients are resident.
+       store_names: of the stores of each group.
+       inner_names: of the stores in which one group's keys, values and their gradients are resident.
         gather: of keys and values that ranks hold in parts.
-        sight: what tokens see, of each row of the batch, or one for all rows.
+        row_masks: what tokens see, of each row of the batch, or one for all rows.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class HeadGroupsCore:
         kernel: str,
         keep_attention: bool,
         stores: Stores,
-        names: list[HeadGroupStores],
-        inner: CoreStores,
+        store_names: list[HeadGroupStores],
+        inner_names: CoreStores,
         gather: KeyValueGather | None = None,
-        sight: Sequence[RowMask] = PLAIN,
+        row_masks: Sequence[RowMask] = PLAIN,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
         self._kernel = kernel
         self._stores = stores
-        self._inner = inner
+        self._inner = inner_names
         self._gather = gather
         self._scoring = Scoring(0.0)
-        self._sight = sight
+        self._row_masks = row_masks
         self._dsinks: Tensor | None = None
         count = len(chunks)
         kinds = [field.name for field in dataclasses.fields(HeadGroupStores)]
         self._groups = [
-            {kind: ChunkedSequence(count, stores, getattr(group, kind)) for kind in kinds} for group in names
+            {kind: ChunkedSequence(count, stores, getattr(group, kind)) for kind in kinds} for group in store_names
         ]
         self._readers: list[Reader] = []
         self._known: deque[Tensor] = deque()  # outputs of chunks that are under way
@@ -105,21 +105,21 @@ class HeadGroupsCore:
                 group["lse"].stash(chunk.index, lse)
             core.end_forward()
 
-    def recalled(self, chunk: Chunk) -> Tensor:
-        """The output (B, H, C, D) that `recall` will give, chunks in rising order; kept if it is to be kept."""
+    def load_kept_output(self, chunk: Chunk) -> Tensor:
+        """The output (B, H, C, D) that `kept_output` will give, chunks in rising order; kept if it is to be kept."""
         if chunk.index == 0:
             self._read_outputs(range(len(self.chunks)), take=not self.keep_attention)
         self._known.append(self._next_output())
         return self._known[-1]
 
-    def recall(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """The output of a chunk. `recalled` comes before it."""
+    def kept_output(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """The output of a chunk. `load_kept_output` comes before it."""
         o = self._known.popleft()
         if chunk is self.chunks[-1]:
             self._end_reading()
         return o
 
-    def keep_all(self) -> None:
+    def keep_for_backward(self) -> None:
         """Keep from now on what the backward will need."""
         self.keep_attention = True
 
@@ -131,7 +131,7 @@ class HeadGroupsCore:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def known(self, chunk: Chunk) -> Tensor:
+    def load_output(self, chunk: Chunk) -> Tensor:
         """The output that `replay` will give, before its queries are there."""
         if chunk is self.chunks[-1]:
             self._read_outputs(range(len(self.chunks) - 1, -1, -1), take=False)
@@ -141,7 +141,7 @@ class HeadGroupsCore:
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on.
 
-        `known` comes before it.
+        `load_output` comes before it.
         """
         o: Tensor = _DeferGradient.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
@@ -167,7 +167,7 @@ class HeadGroupsCore:
         dsinks = []
         core = self._core()
         for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
-            core.put(chunk, k, v)
+            core.append_kv(chunk, k, v)
         for chunk, q, do, o, lse in self._read(group, ("q", "do", "o", "lse"), falling, take=True):
             gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
             sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
@@ -198,9 +198,18 @@ class HeadGroupsCore:
     # -- stores --------------------------------------------------------------------------------------------------------
 
     def _core(self) -> Core:
-        return Core(self.chunks, kernel=self._kernel, keep_attention=False, keep_kv=False, stores=self._stores,
-                    names=self._inner, gather=self._gather, sight=self._sight, softcap=self._scoring.softcap,
-                    frees=False)  # fmt: skip
+        return Core(
+            self.chunks,
+            kernel=self._kernel,
+            keep_attention=False,
+            keep_kv=False,
+            stores=self._stores,
+            store_names=self._inner,
+            gather=self._gather,
+            row_masks=self._row_masks,
+            softcap=self._scoring.softcap,
+            drop_passed_kv=False,
+        )
 
     @staticmethod
     def _heads(number: int, count: int) -> slice:

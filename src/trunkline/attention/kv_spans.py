@@ -112,7 +112,7 @@ class KVSpans:
     def _to_gather(self, q: Tensor, chunk: Chunk) -> Iterator[KVSpan]:
         """This rank's keys before a chunk, in pieces such that what is gathered does not grow with the sequence."""
         starts, met = self._meetings.starts, self._meetings.before(chunk)
-        if self._meetings.is_plain:
+        if self._meetings.is_causal:
             for span in self._spans(chunk, q, max(1, SPAN // self._size)):
                 yield KVSpan(*self._kv.span(*span), None, span)
         else:
@@ -120,7 +120,7 @@ class KVSpans:
                 span = earlier.start, earlier.stop
                 yield KVSpan(*self._kv.span(*span), starts[earlier.index], span)
         for index in self.streamed_before(chunk):
-            first = None if self._meetings.is_plain else starts[index]
+            first = None if self._meetings.is_causal else starts[index]
             yield KVSpan(*self._kv.next_later(), first, streamed=self._chunks[index])
 
     def _last(self, chunk: Chunk, own: KVPair, start: int) -> KVSpan:

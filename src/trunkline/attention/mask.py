@@ -53,7 +53,7 @@ class RowMask:
     window: int | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def is_causal(self) -> bool:
         """Whether every token sees all before it."""
         return self.starts == (0,) and self.window is None
 
@@ -62,7 +62,7 @@ class RowMask:
         start = self.starts[bisect_right(self.starts, token) - 1]
         return start if self.window is None else max(start, token - self.window + 1)
 
-    def pairs(self, seq_len: int) -> int:
+    def num_pairs(self, seq_len: int) -> int:
         """Queries and keys that see each other in a sequence of so many tokens."""
         lengths = [stop - start for start, stop in pairwise([*self.starts, seq_len])]
         beyond = [0 if self.window is None else max(n - self.window, 0) for n in lengths]
@@ -154,14 +154,14 @@ class AttentionSpan:
     window: int | None = None
     chunk: int | None = None
 
-    def sees(self, q: Tensor, kv: Tensor) -> Tensor:
+    def visible(self, q: Tensor, kv: Tensor) -> Tensor:
         """Whether queries see keys, given the places of both in their document; they broadcast."""
         seen = kv <= q
         if self.window is not None:
             seen = seen & (kv > q - self.window)
         return seen if self.chunk is None else seen & (kv // self.chunk == q // self.chunk)
 
-    def over(self, documents: Sequence[Sequence[int]], seq_len: int) -> tuple[RowMask, ...]:
+    def row_masks(self, documents: Sequence[Sequence[int]], seq_len: int) -> tuple[RowMask, ...]:
         """What tokens see, of each row of a batch, or of all alike.
 
         Args:

@@ -21,23 +21,23 @@ class ChunkSchedule:
     Attributes:
         starts: the place in the sequence of the first token of each chunk.
         first_keys: that of the first key that any of them sees.
-        is_plain: whether every token sees all before it.
-        frees: whether a window passes chunks that no later one meets: their keys and values can be let go.
-        live: chunks whose keys and values are held at a time, at most.
+        is_causal: whether every token sees all before it.
+        has_window: whether a window passes chunks that no later one meets: their keys and values can be let go.
+        num_live_chunks: chunks whose keys and values are held at a time, at most.
     """
 
     def __init__(self, chunks: Sequence[Chunk], sight: Sequence[RowMask], rank: int, size: int) -> None:
         whole = [Chunk(chunk.index, chunk.start * size, chunk.stop * size) for chunk in chunks]
         self.starts = [chunk.start for chunk in whole]
         self.first_keys = [min(each.first_key(start) for each in sight) for start in self.starts]
-        self.is_plain = all(each.is_plain for each in sight)
+        self.is_causal = all(each.is_causal for each in sight)
         self._first = [bisect_right(self.starts, key) - 1 for key in self.first_keys]  # chunks
         self._tokens = [zigzag(chunk, rank, size).ranges for chunk in whole]
         self._sight = sight
-        self.frees = any(each.window is not None for each in sight)
+        self.has_window = any(each.window is not None for each in sight)
         most = max(chunk.index - self._first[chunk.index] + 1 for chunk in chunks)
         # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
-        self.live = min(most + (size > 1), len(chunks)) if self.frees else len(chunks)
+        self.num_live_chunks = min(most + (size > 1), len(chunks)) if self.has_window else len(chunks)
 
     def before(self, chunk: Chunk) -> range:
         """The chunks that one meets besides itself."""

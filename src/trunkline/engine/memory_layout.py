@@ -76,7 +76,7 @@ class MemoryLayout:
         if not self.saves:
             return CoreStores("lk", "lv", f"o {output}", f"lse {output}")
         kv = layer if "kv" in self.config.keep else self.position(layer)
-        return CoreStores(f"k {kv}", f"v {kv}", f"o {output}", f"lse {output}", live_k="lk", live_v="lv")
+        return CoreStores(f"k {kv}", f"v {kv}", f"o {output}", f"lse {output}", working_k="lk", working_v="lv")
 
     @property
     def saves(self) -> bool:
@@ -316,7 +316,7 @@ def choose(
 
     def resident(layout: MemoryLayout, placement: Placement) -> bool:
         cores = [INNER] if layout.head_groups > 1 else [layout.core(layer) for layer in range(layout.num_layers)]
-        names = {name for core in cores for name in core.live} & set(placement.places)
+        names = {name for core in cores for name in core.working_set} & set(placement.places)
         return all(placement.on_device(name) == len(chunks) for name in names)
 
     if strategy == "streamed" and not any(tiers.accounts[tier].budget for tier in tiers.accounts if tier != "device"):

@@ -23,15 +23,15 @@ def keys_values(run: StepState, layer: int, core: Core | HeadGroupsCore) -> Iter
         What is to be taken a step further before each chunk is replayed: with a window they are computed, and let go,
         as the sweep comes to them.
     """
-    if isinstance(core, HeadGroupsCore) or core.restore():
+    if isinstance(core, HeadGroupsCore) or core.restore_kv():
         return itertools.repeat(None)
-    chunks = [chunk for chunk in run.chunks if core.needs_kv_pass(run.rows[chunk.index])]
+    chunks = [chunk for chunk in run.chunks if core.needs_kv_recompute(run.rows[chunk.index])]
 
     def one(chunk: Chunk, x_BCE: Tensor) -> None:
         run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        core.put(run.rows[chunk.index], *run.keys_values(layer, x_BCE, chunk))
+        core.append_kv(run.rows[chunk.index], *run.keys_values(layer, x_BCE, chunk))
 
-    if core.frees:
+    if core.drops_passed_kv:
         return _downwards(run, layer, core, chunks[::-1])
     if chunks:
         run.upwards(layer, one, chunks=chunks)
@@ -42,9 +42,9 @@ def _downwards(run: StepState, layer: int, core: Core, chunks: list[Chunk]) -> I
     """Those that each chunk meets and no later one has met, chunks in falling order."""
     inputs, coming = run.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
     for i in run.falling:
-        while coming and coming[0].index >= core.first_wanted(run.rows[i]):
+        while coming and coming[0].index >= core.first_needed_chunk(run.rows[i]):
             chunk = coming.popleft()
-            core.put(run.rows[chunk.index], *run.keys_values(layer, inputs.next(), chunk))
+            core.append_kv(run.rows[chunk.index], *run.keys_values(layer, inputs.next(), chunk))
         if not coming:
             inputs.done()
         yield
@@ -67,14 +67,14 @@ def _forward_again(run: StepState, layer: int, group: range) -> ChunkedSequence:
     core = run.cores[layer]
     assert core is not None
     if isinstance(core, Core) and not core.keep_attention:
-        core.restore()
+        core.restore_kv()
         attend: CoreCall = core.forward
         known = None
     else:
         if isinstance(core, HeadGroupsCore) and not core.keep_attention:
             head_group_sweeps.attend(run, layer, core)
-        attend, known = core.recall, core.recalled
-    core.keep_all()
+        attend, known = core.kept_output, core.load_kept_output
+    core.keep_for_backward()
     outputs = run.sequence(run.layout.input(layer + 1))
 
     def one(chunk: Chunk, x_BCE: Tensor) -> None:

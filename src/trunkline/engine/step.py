@@ -72,21 +72,21 @@ class StepState:
         """What tokens see in a layer."""
         reach = self.reaches[layer]
         if reach not in self.sights:
-            self.sights[reach] = reach.over(self.batch.documents, self.batch.seq_len)
+            self.sights[reach] = reach.row_masks(self.batch.documents, self.batch.seq_len)
         return self.sights[reach]
 
     def live_chunks(self, layer: int) -> int:
         """Chunks whose keys and values are held at a time while a layer is under way."""
-        return schedule_of(self.rows, self.sight(layer), self.ranks.gather).live
+        return schedule_of(self.rows, self.sight(layer), self.ranks.gather).num_live_chunks
 
     def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
         """A core for a layer, whose outputs, or keys and values, are kept."""
         layout = self.layout
         common = {"kernel": self.config.attn_kernel, "keep_attention": "attention" in keep, "stores": self.stores,
-                  "gather": self.ranks.gather, "sight": self.sight(layer)}  # fmt: skip
+                  "gather": self.ranks.gather, "row_masks": self.sight(layer)}  # fmt: skip
         if self.head_groups > 1:
-            return HeadGroupsCore(self.rows, names=layout.by_groups(layer), inner=INNER, **common)  # type: ignore[arg-type]
-        return Core(self.rows, names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
+            return HeadGroupsCore(self.rows, store_names=layout.by_groups(layer), inner_names=INNER, **common)  # type: ignore[arg-type]
+        return Core(self.rows, store_names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
 
     def upwards(
         self,

@@ -41,8 +41,8 @@ def forward_sweep(run: StepState, layer: int, *, differentiate: bool) -> None:
     core = run.core(layer, keep=frozenset(run.config.keep) if differentiate else frozenset())
     if isinstance(core, HeadGroupsCore):
         head_group_sweeps.attend(run, layer, core)
-    attend: CoreCall = core.forward if isinstance(core, Core) else core.recall
-    known = None if isinstance(core, Core) else core.recalled
+    attend: CoreCall = core.forward if isinstance(core, Core) else core.kept_output
+    known = None if isinstance(core, Core) else core.load_kept_output
     kept = differentiate and layout.position(layer) == 0
     outputs = run.sequence(layout.input(layer + 1))
 
@@ -69,7 +69,7 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
         head_group_sweeps.before_backward(run, layer, core)
     keys_values = recompute.keys_values(run, layer, core)
     with_input = layer > run.lowest
-    in_window = isinstance(core, Core) and core.frees
+    in_window = isinstance(core, Core) and core.drops_passed_kv
     inputs = run.inputs[layer].read(run.falling, take=not in_halves and not in_window)
 
     def replay(i: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
         if in_window:  # no longer read by `keys_values` either
             run.inputs[layer].drop(i)
         with torch.enable_grad():
-            return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.known)
+            return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.load_output)
 
     def finish(i: int, dy_BCE: Tensor, x_BCE: Tensor, y_BCE: Tensor) -> None:
         wanted = [*live, x_BCE] if with_input else live

@@ -55,7 +55,7 @@ def prefill(
     given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
                              "document_ids": document_ids, "logits_to_keep": logits_to_keep}  # fmt: skip
     output = streamed_forward(model, "prefill").extend(given, cache)
-    found: StreamedCache = next(output[name] for name in cache_inputs.NAMES if name in output)
+    found: StreamedCache = next(output[name] for name in cache_inputs.CACHE_ARGUMENTS if name in output)
     return found
 
 
@@ -118,7 +118,7 @@ def generate(
     device = forward.decoder.device
     output = whole.generate(
         ids.to(device), attention_mask=torch.ones_like(ids, device=device), position_ids=positions.to(device),
-        **{cache_inputs.argument_of(forward.decoder.model): own}, **kwargs,
+        **{cache_inputs.cache_argument(forward.decoder.model): own}, **kwargs,
     )  # fmt: skip
     if isinstance(output, Tensor):
         return output[:, behind:]

@@ -149,7 +149,7 @@ def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Attentio
     around = {multiple * size + i for size in (window, chunk or 1) for multiple in (1, 2, 3) for i in range(-2, 3)}
     places = torch.cat([_PLACES, torch.tensor([at for at in around if 0 <= at < _FAR])])
     for reach in (AttentionSpan(window=window), AttentionSpan(chunk=chunk)):
-        if torch.equal(seen(places[:, None], places[None]), reach.sees(places[:, None], places[None])):
+        if torch.equal(seen(places[:, None], places[None]), reach.visible(places[:, None], places[None])):
             return reach
     raise UnsupportedModelError(
         f"{type(decoder.model).__name__} has a mask that is neither causal, nor a sliding window, nor attention "
@@ -253,8 +253,16 @@ def _compare_layer(
     decoder.returns_tuple = isinstance(y, tuple)
     if _asks_cache(layer, arguments, x_BSE, y_BSE, positions):
         decoder.takes_offset.add(index)
-    core = Core(chunks, kernel="auto", keep_attention=False, keep_kv=False, stores=resident(),
-                names=CoreStores("k", "v", "o", "lse"), sight=reach.over(batch.documents, batch.seq_len))  # fmt: skip
+    row_masks = reach.row_masks(batch.documents, batch.seq_len)
+    core = Core(
+        chunks,
+        kernel="auto",
+        keep_attention=False,
+        keep_kv=False,
+        stores=resident(),
+        store_names=CoreStores("k", "v", "o", "lse"),
+        row_masks=row_masks,
+    )
     with decoder.engaged():
         parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
     _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")

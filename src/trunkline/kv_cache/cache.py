@@ -26,7 +26,17 @@ from trunkline.offload.stores import Stores, Tiers
 
 DECODE_BUFFER_TOKENS = 256  # that come in place, one by one as they are decoded, before they move on to their tier
 _SPARE = 32  # tokens before a window that stay: candidates that are refused in decoding can be forgotten again
-_COPIED = ("length", "documents", "logits", "next_positions", "widths", "reaches", "room", "most_joined", "_batch")
+_COPIED = (
+    "length",
+    "documents",
+    "logits",
+    "next_positions",
+    "widths",
+    "attention_spans",
+    "room",
+    "max_merged_tokens",
+    "_batch",
+)
 
 
 class StreamedCache(HFCacheInterface):
@@ -44,7 +54,7 @@ class StreamedCache(HFCacheInterface):
         part: (rank, size) of the ranks that hold parts of keys and values, token by token.
         capacity: tokens of the open end.
         room: bytes of the device that its keys and values leave free, to go on with.
-        most_joined: decoded tokens that become one chunk where the device has a budget.
+        max_merged_tokens: decoded tokens that become one chunk where the device has a budget.
         tiers: of the model.
     """
 
@@ -60,10 +70,10 @@ class StreamedCache(HFCacheInterface):
         self.links: list[SegmentView] = []
         self.open_end: DecodeBuffer | None = None
         self.widths: list[tuple[int, int]] = []  # bytes of a token's keys and values, of each layer and row
-        self.reaches: Sequence[AttentionSpan] = ()
+        self.attention_spans: Sequence[AttentionSpan] = ()
         self.capacity = padded_length(DECODE_BUFFER_TOKENS, 2 * part[1])
         self.part = part
-        self.room = self.most_joined = 0
+        self.room = self.max_merged_tokens = 0
         self.tiers = tiers
 
     def __repr__(self) -> str:
@@ -150,13 +160,13 @@ class StreamedCache(HFCacheInterface):
         self._positions = [self.positions[rows]]
         self._batch = len(rows)
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` takes: everything but what is written in place, behind the last token."""
+    def snapshot(self) -> dict[str, Any]:
+        """What `rollback` takes: everything but what is written in place, behind the last token."""
         end = self.open_end
         lists = {name: list(getattr(self, name)) for name in ("links", "_ids", "_positions")}
         return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled, end.times_frozen)}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def rollback(self, state: dict[str, Any]) -> None:
         """Be again what it was."""
         state, links, length = dict(state), self.links, state["length"]
         end = state.pop("end")
@@ -276,13 +286,13 @@ class StreamedCache(HFCacheInterface):
         self.logits = logits
         self._ids.append(ids.cpu())
         self._positions.append(positions.cpu())
-        windows = {reach for reach in self.reaches if reach.window is not None}
+        windows = {reach for reach in self.attention_spans if reach.window is not None}
         firsts = {reach: self._first_key(reach, stop) - self.spare(ids.shape[1]) for reach in windows}
-        for layer, reach in enumerate(self.reaches):
+        for layer, reach in enumerate(self.attention_spans):
             for link in self.links if reach in firsts else ():
                 if len(link.stretch.owners) == 1:
                     link.stretch.let_go(layer, firsts[reach])
-        for link in self.links if len(windows) == len(set(self.reaches)) else ():
+        for link in self.links if len(windows) == len(set(self.attention_spans)) else ():
             if link.stretch.is_passed:
                 link.stretch.owners.discard(self)
         self.links = [link for link in self.links if self in link.stretch.owners]
@@ -359,14 +369,14 @@ class StreamedCache(HFCacheInterface):
 
     def _first_key(self, reach: AttentionSpan, stop: int, documents: tuple[Starts, ...] | None = None) -> int:
         """Place of the first key that a token sees, of any row."""
-        return min(each.first_key(stop) for each in reach.over(documents or self.documents, stop + 1))
+        return min(each.first_key(stop) for each in reach.row_masks(documents or self.documents, stop + 1))
 
     def _require_held(self, stop: int, documents: tuple[Starts, ...]) -> None:
         """Refuse to forget tokens down to a place from which on a layer would miss keys."""
         earliest = min((link.stretch.start for link in self.links), default=self.length)
         if self.open_end is not None and self.open_end.filled:
             earliest = min(earliest, self.open_end.start)
-        for layer, reach in enumerate(self.reaches):
+        for layer, reach in enumerate(self.attention_spans):
             first = self._first_key(reach, stop, documents)
             gone = [link.stretch.gone(layer) for link in self.links if link.stretch.start < stop]
             if stop and max([earliest, *gone]) > first:

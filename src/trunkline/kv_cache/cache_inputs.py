@@ -21,17 +21,20 @@ from trunkline.hf import inputs
 from trunkline.kv_cache.cache import StreamedCache
 from trunkline.kv_cache.extend import NewTokens
 
-NAMES = ("cache", "past_key_values")  # of the argument that is a cache, in one release of transformers or another
+CACHE_ARGUMENTS = (
+    "cache",
+    "past_key_values",
+)  # of the argument that is a cache, in one release of transformers or another
 _WITHOUT_MEANING = ("cache_position",)
 
 
-def argument_of(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """The name that a cache has among the arguments of a model's forward."""
     known = inspect.signature(type(model).forward).parameters
-    return next((name for name in NAMES if name in known), NAMES[0])
+    return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])
 
 
-def taken(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) -> StreamedCache | None:
+def take_cache(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) -> StreamedCache | None:
     """Take what is said of a cache out of the arguments of a forward.
 
     Args:
@@ -46,7 +49,7 @@ def taken(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) ->
         ValueError: it is the cache of a model that is not streamed, or goes with labels.
     """
     wanted = given.pop("use_cache", None)
-    found = [value for value in (given.pop(each, None) for each in NAMES) if value is not None]
+    found = [value for value in (given.pop(each, None) for each in CACHE_ARGUMENTS) if value is not None]
     for each in _WITHOUT_MEANING:
         given.pop(each, None)
     if given.get("labels") is not None or given.get("shift_labels") is not None:
@@ -74,11 +77,11 @@ def taken(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) ->
     return cache
 
 
-def read(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache) -> NewTokens:
+def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache) -> NewTokens:
     """Check the arguments of a forward over a cache.
 
     Args:
-        given: the arguments by name, without those that `taken` takes.
+        given: the arguments by name, without those that `take_cache` takes.
         name: the model's, for messages.
         vocab_size: tokens it has embeddings for.
         cache: what was read before.

@@ -228,7 +228,7 @@ def _read_stretch(
         stores_of(*asked, (0,)).close()  # says what does not fit, if it is not the room
         raise ValueError(no_room_to_decode(least)) from None
     stays = stores.placement is None  # in one buffer for each layer, where no window lets go of some
-    resident = [len(chunks) if stays and cache.reaches[i].window is None else 0 for i in layers]
+    resident = [len(chunks) if stays and cache.attention_spans[i].window is None else 0 for i in layers]
     pairs = [KVStore(chunks, resident[i], stores, (f"k {i}", f"v {i}")) for i in layers]
     with stores.closed_on_error():
         for chunk, (written, at) in zip(chunks, pieces.source, strict=True):

@@ -90,7 +90,7 @@ def extend(
     own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
     run = StepState(decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], reaches, Stores(tiers))
     total = cache.length + count
-    found = {reach: reach.over(new.documents, total) for reach in set(reaches)}
+    found = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
     sights = [found[reach] for reach in reaches]
     with conditions.restored(), decoder.engaged(), torch.no_grad():
         cache.begin(len(new.batch.input_ids_BS))

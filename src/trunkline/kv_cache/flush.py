@@ -44,9 +44,9 @@ def to_join(cache: StreamedCache, end: DecodeBuffer) -> list[KVSegment]:
     Each is joined when as many tokens follow it, and so log(n) times in all.
     """
     found: list[KVSegment] = []
-    if cache.part[1] > 1 or any(reach.window is not None for reach in cache.reaches):
+    if cache.part[1] > 1 or any(reach.window is not None for reach in cache.attention_spans):
         return found
-    tokens, most = end.filled, cache.most_joined if cache.tiers.limited else math.inf
+    tokens, most = end.filled, cache.max_merged_tokens if cache.tiers.limited else math.inf
     for link in reversed(cache.links):
         stretch = link.stretch
         count, is_own = stretch.stop - stretch.start, len(stretch.owners) == 1 and link.rows is None
