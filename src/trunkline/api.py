@@ -83,12 +83,12 @@ def stream(
     decoder = HuggingFaceDecoder(base, sharding)
     try:
         if sharding is not None:
-            sharding.take_over()
+            sharding.suspend_hooks()
         with ranks.guarded():
             probe.verify(decoder)
     except BaseException:
         if sharding is not None:
-            sharding.hand_back()
+            sharding.resume_hooks()
         raise
     if config.compile:
         decoder.compile()
@@ -128,9 +128,9 @@ def unstream(model: M) -> M:
     if forward is None:
         raise ValueError(f"{type(base).__name__} is not streamed: there is nothing to undo.")
     if forward.decoder.sharding is not None:
-        if forward.decoder.sharding.is_waiting:
+        if forward.decoder.sharding.has_pending_grads:
             raise ValueError("gradients under trunkline.no_sync wait to be reduced: run a backward outside it first.")
-        forward.decoder.sharding.hand_back()
+        forward.decoder.sharding.resume_hooks()
     del base.forward
     if forward.decoder.own_forward is not None:
         base.forward = forward.decoder.own_forward

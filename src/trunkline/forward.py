@@ -135,9 +135,9 @@ class StreamedForward:
             self._verify()
         conditions = ReplayContext(self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
-        with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
+        with self.ranks.guarded(), self.decoder.lock, self.decoder.unsharded(None):
             probe.check_length(self.decoder, batch.last_position)
-            reaches = probe.reaches(self.decoder)
+            reaches = probe.attention_spans(self.decoder)
             run, differentiate = sweeps.begin(
                 self.decoder, self.config, batch, conditions, self.tiers, self.ranks, reaches
             )
@@ -197,7 +197,7 @@ class StreamedForward:
             self._verify()
         conditions = ReplayContext(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
         self.decoder.begin()
-        with self.ranks.guarded(), self.decoder.lock, self.decoder.present(None):
+        with self.ranks.guarded(), self.decoder.lock, self.decoder.unsharded(None):
             probe.check_length(self.decoder, found[0].batch.last_position)
             return extend(
                 self.decoder, self.config, tiers, self.ranks, conditions, cache.attention_spans, cache, found[0]
@@ -209,8 +209,8 @@ class StreamedForward:
         part = (0, 1) if gather is None else (gather.rank, gather.size)
         cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
         cache.max_merged_tokens = self.config.chunk_tokens(self.decoder.device)
-        with self.decoder.lock, self.decoder.present(None):
-            cache.attention_spans = probe.reaches(self.decoder)
+        with self.decoder.lock, self.decoder.unsharded(None):
+            cache.attention_spans = probe.attention_spans(self.decoder)
         return cache
 
     @property

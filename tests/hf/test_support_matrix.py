@@ -12,7 +12,7 @@ from oracle import alone, check, packed, plain, positions, streamed, tokens
 from support_matrix import PAGE, REFUSALS, ROWS, Refusal, Row, page
 
 import trunkline
-from trunkline.hf.probe import reaches
+from trunkline.hf.probe import attention_spans
 
 LENGTHS = [[5, 1, 17, 17], [12, 28]]
 EXPERTS = ["eager", "batched_mm", "grouped_mm"]
@@ -101,4 +101,4 @@ def test_a_model_that_gets_its_weights_after_stream_is_looked_at_then() -> None:
 def test_windows_longer_than_anything_here(window: int) -> None:
     (row,) = (row for row in ROWS if row.family == "Mistral")
     model = replace(row, settings={"sliding_window": window}).build()
-    assert reaches(trunkline.stream(model).forward.decoder)[0].window == window
+    assert attention_spans(trunkline.stream(model).forward.decoder)[0].window == window

@@ -260,14 +260,14 @@ class Sharding:
                 _unit(layer).reshard()
             _unit(self._model).reshard()
 
-    def take_over(self) -> None:
+    def suspend_hooks(self) -> None:
         """From now on sweeps say when parameters are gathered, not FSDP2's hooks."""
         for hooks in self._hooks:
             hooks.put_aside()
         if self._partial is not None:
             self._partial.put_aside()
 
-    def hand_back(self) -> None:
+    def resume_hooks(self) -> None:
         """The other way."""
         self.begin()
         for hooks in self._hooks:
@@ -276,17 +276,17 @@ class Sharding:
             self._partial.put_back()
 
     @contextlib.contextmanager
-    def handed_back(self) -> Iterator[None]:
+    def hooks_resumed(self) -> Iterator[None]:
         """FSDP2's for as long as this lasts."""
-        self.hand_back()
+        self.resume_hooks()
         try:
             yield
         finally:
             self.begin()
-            self.take_over()
+            self.suspend_hooks()
 
     @contextlib.contextmanager
-    def present(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
+    def unsharded(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
         """See `Decoder.present`."""
         if not self._sharded:
             yield
@@ -305,7 +305,7 @@ class Sharding:
             if not (again and self.zero == 2):
                 unit.reshard()
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `Decoder.live`."""
         if not self._sharded:
             return list(parameters)
@@ -314,8 +314,8 @@ class Sharding:
             live.requires_grad_(parameter.requires_grad)  # FSDP2 looks once
         return list(found)
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduced`."""
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduce_grads`."""
         if not parameters:
             return []
         sums = [self._summed(parameter, total) for parameter, total in zip(parameters, totals, strict=True)]
@@ -336,7 +336,7 @@ class Sharding:
         self._waiting.clear()
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending_grads(self) -> bool:
         """Whether there are any."""
         return bool(self._waiting)
 

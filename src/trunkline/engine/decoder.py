@@ -24,7 +24,7 @@ class Decoder(Protocol):
     vocab_size: int
 
     @property
-    def shares_parameters(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether parameters are spread over ranks, or gathered from elsewhere."""
         ...
 
@@ -38,7 +38,7 @@ class Decoder(Protocol):
         """All other parameters."""
         ...
 
-    def engaged(self) -> AbstractContextManager[None]:
+    def streamed_attention(self) -> AbstractContextManager[None]:
         """What must be in place while sweeps run."""
         ...
 
@@ -46,7 +46,7 @@ class Decoder(Protocol):
         """Before a forward: parameters are what the optimizer left."""
         ...
 
-    def present(
+    def unsharded(
         self, layer: int | None, *, following: int | None = None, again: bool = False
     ) -> AbstractContextManager[None]:
         """Have the parameters of a layer whole, or, for None, all that are in no layer.
@@ -60,11 +60,11 @@ class Decoder(Protocol):
         """
         ...
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """What stands for parameters in the graph while they are whole."""
         ...
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What is added to the `.grad` of parameters, in their dtype.
 
         Args:
@@ -84,11 +84,11 @@ class Decoder(Protocol):
         """A decoder layer on one chunk, its attention call handed to `attend`."""
         ...
 
-    def recorded(self, batch: Batch, chunk: Chunk) -> AbstractContextManager[Tensor]:
+    def recorded_layers(self, batch: Batch, chunk: Chunk) -> AbstractContextManager[Tensor]:
         """The input of layer 0 of a chunk, (B, C, E), which then goes through all layers."""
         ...
 
-    def projections(
+    def project_qkv(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
     ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """What a layer calls its attention with for one chunk, and nothing that follows.
@@ -119,19 +119,19 @@ class ParameterStore(Protocol):
         ...
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending_grads(self) -> bool:
         """Whether gradients wait to be reduced with later ones."""
         ...
 
-    def take_over(self) -> None:
+    def suspend_hooks(self) -> None:
         """When parameters are gathered is up to sweeps from now on."""
         ...
 
-    def hand_back(self) -> None:
+    def resume_hooks(self) -> None:
         """It is up to the model's own calls again."""
         ...
 
-    def handed_back(self) -> AbstractContextManager[None]:
+    def hooks_resumed(self) -> AbstractContextManager[None]:
         """The same for as long as this lasts."""
         ...
 
@@ -139,16 +139,16 @@ class ParameterStore(Protocol):
         """See `Decoder.begin`."""
         ...
 
-    def present(
+    def unsharded(
         self, layer: int | None, *, following: int | None = None, again: bool = False
     ) -> AbstractContextManager[None]:
         """See `Decoder.present`."""
         ...
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `Decoder.live`."""
         ...
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduced`."""
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduce_grads`."""
         ...

@@ -28,7 +28,7 @@ def differentiate(
         return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
-def reaches(output: Tensor, parameters: Sequence[Tensor]) -> bool:
+def depends_on(output: Tensor, parameters: Sequence[Tensor]) -> bool:
     """Whether any of these parameters is in the graph of `output`."""
     searched = {id(parameter) for parameter in parameters}
     seen: set[Any] = set()
@@ -78,7 +78,7 @@ class GradientSums:
 
         Args:
             parameters: whose sums are complete.
-            reduced: makes of parameters and their sums what is added to `.grad`; see `Decoder.reduced`.
+            reduced: makes of parameters and their sums what is added to `.grad`; see `Decoder.reduce_grads`.
         """
         gradients = reduced(parameters, [self._sums.pop(parameter, None) for parameter in parameters])
         ready = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]

@@ -25,7 +25,7 @@ def attend(run: StepState, layer: int, core: HeadGroupsCore) -> None:
     def one(chunk: Chunk, x_BCE: Tensor) -> None:
         core.project(run.rows[chunk.index], *run.project(layer, x_BCE, chunk))
 
-    run.upwards(layer, one)
+    run.for_each_chunk(layer, one)
     core.attend()
 
 
@@ -45,12 +45,12 @@ def after_backward(run: StepState, layer: int, core: HeadGroupsCore) -> None:
 def _first_half(run: StepState, layer: int, core: HeadGroupsCore) -> None:
     """Gradients of the projections, and of what comes before them, added to those of the second half."""
     assert run.dy is not None
-    assert run.lowest is not None
+    assert run.lowest_layer is not None
     parameters = run.layer_parameters[layer]
-    live = run.decoder.live(parameters)
-    with_input = layer > run.lowest
-    inputs = run.inputs[layer].read(run.falling, take=True)
-    dy = run.dy.read(run.falling, take=True) if with_input else None
+    live = run.decoder.graph_params(parameters)
+    with_input = layer > run.lowest_layer
+    inputs = run.inputs[layer].read(run.descending, take=True)
+    dy = run.dy.read(run.descending, take=True) if with_input else None
 
     def replay(i: int) -> tuple[Tensor, list[Tensor | None]]:
         x_BCE = inputs.next().detach().requires_grad_(with_input)
@@ -71,8 +71,8 @@ def _first_half(run: StepState, layer: int, core: HeadGroupsCore) -> None:
             run.dy.stash(i, dy.next() + dx_BCE)
         run.sums.add(parameters, grads)
 
-    replays = run.ranks.ahead(partial(replay, i) for i in run.falling)
-    for i in run.falling:
+    replays = run.ranks.ahead(partial(replay, i) for i in run.descending)
+    for i in run.descending:
         finish(i, *next(replays))
     inputs.done()
     if dy is not None:

@@ -260,7 +260,7 @@ class StoreRequests:
                     found.append(self._request(parts, both, self._reading, kept=True))
             if layout.position(layer) == 0:
                 twice = not layout.saves and count == 1 and self._live_chunks[layer] < len(self._rows)
-                readers = 2 * self._reading if twice else both  # keys and values of a window: see `again.keys_values`
+                readers = 2 * self._reading if twice else both  # keys and values of a window: see `again.project_kv`
                 found.append(self._request({f"input {layer}": widths.hidden}, both, readers, kept=True, hidden=True))
         return found
 

@@ -16,7 +16,7 @@ from trunkline.engine.step import CoreCall, StepState
 from trunkline.offload.chunked_sequence import ChunkedSequence
 
 
-def keys_values(run: StepState, layer: int, core: Core | HeadGroupsCore) -> Iterator[None]:
+def project_kv(run: StepState, layer: int, core: Core | HeadGroupsCore) -> Iterator[None]:
     """Have the keys and values that a backward sweep needs: those kept, or computed again where later chunks meet them.
 
     Returns:
@@ -29,22 +29,22 @@ def keys_values(run: StepState, layer: int, core: Core | HeadGroupsCore) -> Iter
 
     def one(chunk: Chunk, x_BCE: Tensor) -> None:
         run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        core.append_kv(run.rows[chunk.index], *run.keys_values(layer, x_BCE, chunk))
+        core.append_kv(run.rows[chunk.index], *run.project_kv(layer, x_BCE, chunk))
 
     if core.drops_passed_kv:
         return _downwards(run, layer, core, chunks[::-1])
     if chunks:
-        run.upwards(layer, one, chunks=chunks)
+        run.for_each_chunk(layer, one, chunks=chunks)
     return itertools.repeat(None)
 
 
 def _downwards(run: StepState, layer: int, core: Core, chunks: list[Chunk]) -> Iterator[None]:
     """Those that each chunk meets and no later one has met, chunks in falling order."""
     inputs, coming = run.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
-    for i in run.falling:
+    for i in run.descending:
         while coming and coming[0].index >= core.first_needed_chunk(run.rows[i]):
             chunk = coming.popleft()
-            core.append_kv(run.rows[chunk.index], *run.keys_values(layer, inputs.next(), chunk))
+            core.append_kv(run.rows[chunk.index], *run.project_kv(layer, inputs.next(), chunk))
         if not coming:
             inputs.done()
         yield
@@ -57,7 +57,7 @@ def regenerate(run: StepState, group: range) -> None:
     and what they compute is kept until the group is done.
     """
     for layer in group[:-1]:
-        with run.decoder.present(layer, following=layer + 1, again=True):
+        with run.decoder.unsharded(layer, following=layer + 1, again=True):
             run.inputs[layer + 1] = _forward_again(run, layer, group)
     run.stores.settle_all()
 
@@ -81,6 +81,6 @@ def _forward_again(run: StepState, layer: int, group: range) -> ChunkedSequence:
         run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
         outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
 
-    run.upwards(layer, one)
+    run.for_each_chunk(layer, one)
     core.end_forward()
     return outputs

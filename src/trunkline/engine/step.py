@@ -35,32 +35,34 @@ class StepState:
     decoder: Decoder
     config: StreamConfig
     batch: Batch
-    conditions: ReplayContext
+    replay: ReplayContext
     ranks: Ranks
     chunks: list[Chunk]  # of the sequence, of each the tokens that this rank computes
     rows: list[Chunk]  # that attention of each chunk has on this rank
     layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
     other_parameters: list[Parameter]
-    watched: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
-    reaches: Sequence[AttentionSpan]  # of each layer's attention
+    versions: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
+    attention_spans: Sequence[AttentionSpan]  # of each layer's attention
     stores: Stores
     inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
     cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
-    sights: dict[AttentionSpan, tuple[RowMask, ...]] = field(default_factory=dict)  # what tokens see, of each reach
+    row_masks: dict[AttentionSpan, tuple[RowMask, ...]] = field(default_factory=dict)  # what tokens see, of each reach
     sums: GradientSums = field(default_factory=GradientSums)
     dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
-    lowest: int | None = None  # layer that backward must reach, -1 the embedding; None where only the head is trained
+    lowest_layer: int | None = (
+        None  # layer that backward must reach, -1 the embedding; None where only the head is trained
+    )
     head_groups: int = 1  # in which attention is computed, one after another
     divisor: Tensor | None = None  # what backward divides the head's sums by; None where the head has done it
 
     @property
     def layout(self) -> MemoryLayout:
         """Names of what is kept."""
-        first = None if self.lowest is None else max(self.lowest, 0)
+        first = None if self.lowest_layer is None else max(self.lowest_layer, 0)
         return MemoryLayout(self.config, self.decoder.num_layers, first, self.head_groups)
 
     @property
-    def falling(self) -> range:
+    def descending(self) -> range:
         """Chunks as a backward sweep meets them."""
         return range(len(self.chunks) - 1, -1, -1)
 
@@ -70,10 +72,10 @@ class StepState:
 
     def sight(self, layer: int) -> tuple[RowMask, ...]:
         """What tokens see in a layer."""
-        reach = self.reaches[layer]
-        if reach not in self.sights:
-            self.sights[reach] = reach.row_masks(self.batch.documents, self.batch.seq_len)
-        return self.sights[reach]
+        reach = self.attention_spans[layer]
+        if reach not in self.row_masks:
+            self.row_masks[reach] = reach.row_masks(self.batch.documents, self.batch.seq_len)
+        return self.row_masks[reach]
 
     def live_chunks(self, layer: int) -> int:
         """Chunks whose keys and values are held at a time while a layer is under way."""
@@ -88,7 +90,7 @@ class StepState:
             return HeadGroupsCore(self.rows, store_names=layout.by_groups(layer), inner_names=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, store_names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
 
-    def upwards(
+    def for_each_chunk(
         self,
         layer: int,
         work: Callable[[Chunk, Tensor], None],
@@ -132,10 +134,10 @@ class StepState:
             scoring = scoring.of_heads(ranks.head_range(q.shape[1]))
             q, k, v = ranks.to_heads(q, k, v)
             o = ranks.to_tokens(core(rows, q, k, v, scoring), early.pop() if early else None)
-            self.conditions.seed(layer, chunk.index, half=1)
+            self.replay.seed(layer, chunk.index, half=1)
             return o
 
-        self.conditions.seed(layer, chunk.index)
+        self.replay.seed(layer, chunk.index)
         return self.decoder.layer(layer, x_BCE, self.batch, chunk, attend)
 
     def _send(self, known: Callable[[Chunk], Tensor | None] | None, rows: Chunk) -> list[PendingTensors]:
@@ -145,16 +147,16 @@ class StepState:
 
     def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """What a core is called with for a chunk, and nothing that follows."""
-        self.conditions.seed(layer, chunk.index)
-        *projections, scoring = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        self.replay.seed(layer, chunk.index)
+        *projections, scoring = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
         scoring = scoring.of_heads(self.ranks.head_range(projections[0].shape[1]))
         q, k, v = self.ranks.to_heads(*projections)
         return q, k, v, scoring
 
-    def keys_values(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
+    def project_kv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
         """The keys and values among them."""
-        self.conditions.seed(layer, chunk.index)
-        _, k, v, _ = self.decoder.projections(layer, x_BCE, self.batch, chunk)
+        self.replay.seed(layer, chunk.index)
+        _, k, v, _ = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
         return self.ranks.to_heads(k, v)
 
     @staticmethod

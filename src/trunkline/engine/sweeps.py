@@ -27,7 +27,7 @@ from trunkline.engine import head_group_sweeps, recompute
 from trunkline.engine import loss as head
 from trunkline.engine.batch import Batch
 from trunkline.engine.decoder import Decoder
-from trunkline.engine.grads import differentiate, reaches
+from trunkline.engine.grads import depends_on, differentiate
 from trunkline.engine.memory_layout import BytesPerToken, choose
 from trunkline.engine.ranks import Ranks, padded_length
 from trunkline.engine.replay import ReplayContext
@@ -50,7 +50,7 @@ def forward_sweep(run: StepState, layer: int, *, differentiate: bool) -> None:
         run.report("forward", layer, chunk.index, len(run.chunks))
         outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
 
-    run.upwards(layer, one, take=not kept)
+    run.for_each_chunk(layer, one, take=not kept)
     core.end_forward()
     run.cores.append(core if differentiate else None)
     run.inputs.append(outputs)
@@ -61,22 +61,22 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
     core, dy = run.cores[layer], run.dy
     assert core is not None
     assert dy is not None
-    assert run.lowest is not None
+    assert run.lowest_layer is not None
     parameters = run.layer_parameters[layer]
-    live = run.decoder.live(parameters)
+    live = run.decoder.graph_params(parameters)
     in_halves = isinstance(core, HeadGroupsCore)
     if isinstance(core, HeadGroupsCore):
         head_group_sweeps.before_backward(run, layer, core)
-    keys_values = recompute.keys_values(run, layer, core)
-    with_input = layer > run.lowest
+    keys_values = recompute.project_kv(run, layer, core)
+    with_input = layer > run.lowest_layer
     in_window = isinstance(core, Core) and core.drops_passed_kv
-    inputs = run.inputs[layer].read(run.falling, take=not in_halves and not in_window)
+    inputs = run.inputs[layer].read(run.descending, take=not in_halves and not in_window)
 
     def replay(i: int) -> tuple[Tensor, Tensor]:
         run.report("backward", layer, i, len(run.chunks))
         next(keys_values)
         x_BCE = inputs.next().detach().requires_grad_(with_input)
-        if in_window:  # no longer read by `keys_values` either
+        if in_window:  # no longer read by `project_kv` either
             run.inputs[layer].drop(i)
         with torch.enable_grad():
             return x_BCE, run.apply(layer, x_BCE, run.chunks[i], core.replay, core.load_output)
@@ -89,8 +89,8 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
             dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         run.sums.add(parameters, grads)
 
-    replays = run.ranks.ahead(partial(replay, i) for i in run.falling)
-    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
+    replays = run.ranks.ahead(partial(replay, i) for i in run.descending)
+    for i, dy_BCE in zip(run.descending, dy.read(run.descending, take=True), strict=True):
         finish(i, dy_BCE, *next(replays))
     inputs.done()
     if isinstance(core, HeadGroupsCore):
@@ -103,19 +103,19 @@ def embed_forward(run: StepState, *, differentiate: bool) -> None:
     outputs = run.sequence(run.layout.input(0))
     for chunk in run.chunks:
         run.report("embed", -1, chunk.index, len(run.chunks))
-        run.conditions.seed(-1, chunk.index)
+        run.replay.seed(-1, chunk.index)
         # One chunk with gradients on tells whether anything in the embedding is trained.
         with torch.set_grad_enabled(differentiate and chunk.index == 0):
             x_BCE = run.decoder.embed(run.batch, chunk)
         if differentiate and chunk.index == 0:
-            run.lowest = lowest_layer(run, x_BCE)
+            run.lowest_layer = lowest_layer(run, x_BCE)
         outputs.stash(chunk.index, x_BCE.detach())
     run.inputs.append(outputs)
 
 
 def lowest_layer(run: StepState, x_BCE: Tensor) -> int | None:
-    """The lowest layer that backward must reach, given an output of the embedding; see `StepState.lowest`."""
-    if reaches(x_BCE, run.decoder.live(run.other_parameters)):
+    """The lowest layer that backward must reach, given an output of the embedding; see `StepState.lowest_layer`."""
+    if depends_on(x_BCE, run.decoder.graph_params(run.other_parameters)):
         return -1
     return min((i for i, parameters in enumerate(run.layer_parameters) if parameters), default=None)
 
@@ -125,10 +125,10 @@ def embed_backward(run: StepState) -> None:
     dy = run.dy
     assert dy is not None
     parameters = run.other_parameters
-    live = run.decoder.live(parameters)
-    for i, dy_BCE in zip(run.falling, dy.read(run.falling, take=True), strict=True):
+    live = run.decoder.graph_params(parameters)
+    for i, dy_BCE in zip(run.descending, dy.read(run.descending, take=True), strict=True):
         run.report("backward", -1, i, len(run.chunks))
-        run.conditions.seed(-1, i)
+        run.replay.seed(-1, i)
         with torch.enable_grad():
             x_BCE = run.decoder.embed(run.batch, run.chunks[i])
         run.sums.add(parameters, differentiate([x_BCE], live, [dy_BCE]))
@@ -137,16 +137,16 @@ def embed_backward(run: StepState) -> None:
 def place(run: StepState, *, differentiate: bool) -> None:
     """Find out from one token how large everything will be, and give it its tier before the first sweep."""
     token, tiers = Chunk(0, 0, 1), run.stores.tiers
-    x_BCE = look_at_token(run, differentiate=differentiate)
+    x_BCE = probe_token(run, differentiate=differentiate)
     if tiers.decided is not None:
         run.head_groups, placement = tiers.decided
         run.stores = Stores(tiers, placement)
         return
     # Of one row: replicas have other batches, and must all look into the layers, or none.
-    key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
-    if key not in tiers.widths:
-        tiers.widths[key] = widths_of(run, x_BCE, token)
-    widths = tiers.widths[key].times(len(run.batch.input_ids_BS))
+    key = x_BCE.dtype, run.replay.compute_dtype(x_BCE.dtype)
+    if key not in tiers.bytes_per_token:
+        tiers.bytes_per_token[key] = bytes_per_token_of(run, x_BCE, token)
+    widths = tiers.bytes_per_token[key].times(len(run.batch.input_ids_BS))
     chunk_size = len(run.chunks[0]) * run.ranks.size
     live_chunks = [run.live_chunks(layer) for layer in range(run.decoder.num_layers)]
     layout, placement = choose(
@@ -157,16 +157,16 @@ def place(run: StepState, *, differentiate: bool) -> None:
     run.stores = Stores(tiers, placement)
 
 
-def look_at_token(run: StepState, *, differentiate: bool) -> Tensor:
+def probe_token(run: StepState, *, differentiate: bool) -> Tensor:
     """The input of layer 0 for one token; it tells how far down backward must reach."""
     with torch.set_grad_enabled(differentiate):
         x_BCE = run.decoder.embed(run.batch.first_row, Chunk(0, 0, 1))
     if differentiate:
-        run.lowest = lowest_layer(run, x_BCE)
+        run.lowest_layer = lowest_layer(run, x_BCE)
     return x_BCE.detach()
 
 
-def widths_of(run: StepState, x_BCE: Tensor, token: Chunk) -> BytesPerToken:
+def bytes_per_token_of(run: StepState, x_BCE: Tensor, token: Chunk) -> BytesPerToken:
     """How large everything is for one token of one row, with attention that gives zeros."""
     hidden, layers, num_kv_heads = x_BCE.nbytes, [], 0
     for layer in range(run.decoder.num_layers):
@@ -176,7 +176,7 @@ def widths_of(run: StepState, x_BCE: Tensor, token: Chunk) -> BytesPerToken:
             calls.append((q, k, v, scoring))
             return q.new_zeros(*q.shape[:3], v.shape[3])
 
-        with run.decoder.present(layer):
+        with run.decoder.unsharded(layer):
             hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch.first_row, token, attend).nbytes)
         *tensors, scoring = calls[0]
         q, k, v = (run.ranks.own_heads(x) for x in tensors)
@@ -220,7 +220,7 @@ def begin(
     watched = [(x, x._version) for x in reread if x is not None]
     run = StepState(decoder, config, batch, conditions, ranks, own, rows, layer_parameters, other_parameters, watched,
               reaches, Stores(tiers))  # fmt: skip
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad():
         if tiers.limited:
             place(run, differentiate=differentiate)
     return run, differentiate
@@ -234,23 +234,23 @@ def forward(run: StepState, *, differentiate: bool) -> None:
         differentiate: whether there may be a backward.
     """
     decoder = run.decoder
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
         embed_forward(run, differentiate=differentiate)
         for layer in range(decoder.num_layers):
-            again = run.lowest is not None and layer >= run.lowest
+            again = run.lowest_layer is not None and layer >= run.lowest_layer
             following = layer + 1 if layer + 1 < decoder.num_layers else None
-            with decoder.present(layer, following=following, again=again):
+            with decoder.unsharded(layer, following=following, again=again):
                 forward_sweep(run, layer, differentiate=again)
         run.stores.settle_all()
     # What a forward itself writes to, as PEFT does to experts that it adapts, says nothing about others.
-    run.watched = [(x, version) for x, version in run.watched if x._version == version]
+    run.versions = [(x, version) for x, version in run.versions if x._version == version]
 
 
 def last_logits(run: StepState, count: int) -> Tensor:
     """Logits of the last `count` positions, (B, count, V)."""
     ends = list(itertools.accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
     wanted = [i for i, end in enumerate(ends) if end > run.batch.seq_len - count]
-    with run.conditions.restored(), run.decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
         tail = torch.cat([run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
         run.stores.close()
         padding = ends[-1] - run.batch.seq_len
@@ -267,9 +267,9 @@ def loss(run: StepState, *, differentiate: bool) -> Tensor:
     batch, decoder = run.batch, run.decoder
     assert batch.targets is not None
     assert batch.num_targets is not None
-    run.dy = run.sequence("dy") if run.lowest is not None else None
+    run.dy = run.sequence("dy") if run.lowest_layer is not None else None
     hidden = run.inputs.pop()
-    narrow = run.conditions.compute_dtype(hidden.dtype)
+    narrow = run.replay.compute_dtype(hidden.dtype)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     shape = len(batch.input_ids_BS), decoder.vocab_size, narrow
     tile_tokens = head.tile_tokens(run.config.logits_bytes, *shape, device=batch.input_ids_BS.device)
@@ -277,14 +277,14 @@ def loss(run: StepState, *, differentiate: bool) -> Tensor:
     early = dtype == torch.float64
     divisor = batch.num_targets if batch.divisor is None else batch.divisor
     run.divisor = None if early else divisor
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
         total = head.sweep(
             decoder.head,
             hidden,
             batch.targets,
             head.cut(run.chunks, tile_tokens),
             parameters=run.other_parameters,
-            live=decoder.live(run.other_parameters),
+            live=decoder.graph_params(run.other_parameters),
             hidden_grads=run.dy,
             sums=run.sums if differentiate else None,
             divisor=divisor if early else None,
@@ -309,9 +309,9 @@ def scores(run: StepState) -> Tensor:
     """
     batch, decoder, found = run.batch, run.decoder, []
     assert batch.targets is not None
-    shape = len(batch.input_ids_BS), decoder.vocab_size, run.conditions.compute_dtype(run.inputs[-1].dtype)
+    shape = len(batch.input_ids_BS), decoder.vocab_size, run.replay.compute_dtype(run.inputs[-1].dtype)
     tile_tokens = head.tile_tokens(run.config.logits_bytes, *shape, device=batch.input_ids_BS.device)
-    with run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
         chunks = zip(run.chunks, run.inputs.pop().read(range(len(run.chunks)), take=True), strict=True)
         for chunk, x_BCE in chunks:
             tiles = head.cut([chunk], tile_tokens)
@@ -330,7 +330,7 @@ def backward(run: StepState, grad_output: Tensor) -> None:
         grad_output: d objective / d loss, 0-dim.
     """
     decoder = run.decoder
-    if any(x._version != version for x, version in run.watched):
+    if any(x._version != version for x, version in run.versions):
         raise RuntimeError(
             "a parameter, input_ids or position_ids has been modified by an inplace operation since this forward: call "
             "backward() before optimizer.step(), and do not reuse the input's buffer until then."
@@ -339,23 +339,23 @@ def backward(run: StepState, grad_output: Tensor) -> None:
     run.sums.scale_(factor)
     layout = run.layout
     with (
-        run.conditions.restored(), decoder.engaged(), torch.no_grad(), run.stores.closed_on_error(),
-        decoder.present(None),
+        run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error(),
+        decoder.unsharded(None),
     ):  # fmt: skip
         groups = list(layout.groups())
         for group, below in itertools.zip_longest(groups, groups[1:]):
             recompute.regenerate(run, group)
             for layer in reversed(group):
                 first = None if below is None else below.start  # the next that is wanted, by a replay or a sweep
-                with decoder.present(layer, following=layer - 1 if layer > group.start else first):
+                with decoder.unsharded(layer, following=layer - 1 if layer > group.start else first):
                     backward_sweep(run, layer, factor if layer == decoder.num_layers - 1 else None)
-                run.sums.deliver(_owned(run, layer), decoder.reduced)
-        if run.lowest == -1:
+                run.sums.deliver(_owned(run, layer), decoder.reduce_grads)
+        if run.lowest_layer == -1:
             embed_backward(run)
         run.stores.close()
     delivered = {p for layer in layout.trained for p in _owned(run, layer)}
     everything = dict.fromkeys([*run.other_parameters, *(p for layer in run.layer_parameters for p in layer)])
-    run.sums.deliver([p for p in everything if p not in delivered], decoder.reduced)
+    run.sums.deliver([p for p in everything if p not in delivered], decoder.reduce_grads)
 
 
 def _owned(run: StepState, layer: int) -> list[Parameter]:

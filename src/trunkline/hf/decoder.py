@@ -189,7 +189,7 @@ class HuggingFaceDecoder:
         self.layers = find_layers(model)
         self.num_layers = len(self.layers)
         self.returns_tuple = False  # whether a layer returns its hidden state in a tuple: known once one has run
-        self.takes_offset: set[int] = set()  # layers that ask a cache for their positions
+        self.needs_position_cache: set[int] = set()  # layers that ask a cache for their positions
         self.act: Callable[[LayerArguments], Tensor] = _nothing
         self._records: list[LayerArguments] | None = None  # of the chunk that goes through all layers
         self._stand_ins: dict[str, nn.Module] = {
@@ -215,8 +215,8 @@ class HuggingFaceDecoder:
         return own if self.sharding is None else self.sharding.device
 
     @property
-    def shares_parameters(self) -> bool:
-        """See `Decoder.shares_parameters`."""
+    def is_sharded(self) -> bool:
+        """See `Decoder.is_sharded`."""
         return self.sharding is not None
 
     @property
@@ -234,7 +234,7 @@ class HuggingFaceDecoder:
         return parameters_outside(self.model, self.layers)
 
     @contextlib.contextmanager
-    def engaged(self, implementation: str = ATTENTION) -> Iterator[None]:
+    def streamed_attention(self, implementation: str = ATTENTION) -> Iterator[None]:
         """Have attention calls land in ours; afterwards every config says what it said before."""
         with self.lock, room_for_graphs(self.layers):
             # The model's configs and list of layers are changed while it runs: one thread at a time.
@@ -267,22 +267,22 @@ class HuggingFaceDecoder:
         if self.sharding is not None:
             self.sharding.begin()
 
-    def present(
+    def unsharded(
         self, layer: int | None, *, following: int | None = None, again: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """See `Decoder.present`."""
         if self.sharding is None:
             return contextlib.nullcontext()
-        return self.sharding.present(layer, following=following, again=again)
+        return self.sharding.unsharded(layer, following=following, again=again)
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `Decoder.live`."""
-        return list(parameters) if self.sharding is None else self.sharding.live(parameters)
+        return list(parameters) if self.sharding is None else self.sharding.graph_params(parameters)
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduced`."""
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduce_grads`."""
         if self.sharding is not None:
-            return self.sharding.reduced(parameters, totals)
+            return self.sharding.reduce_grads(parameters, totals)
         pairs = zip(parameters, totals, strict=True)
         return [None if total is None else total.to(parameter.dtype) for parameter, total in pairs]
 
@@ -302,7 +302,7 @@ class HuggingFaceDecoder:
         token = _current.set(call)
         try:
             y = arguments.call(
-                self.layers[index], x_BCE, PositionCache(positions) if index in self.takes_offset else None
+                self.layers[index], x_BCE, PositionCache(positions) if index in self.needs_position_cache else None
             )
         finally:
             _current.reset(token)
@@ -315,8 +315,8 @@ class HuggingFaceDecoder:
         return first(y)
 
     @contextlib.contextmanager
-    def recorded(self, batch: Batch, chunk: Chunk) -> Iterator[Tensor]:
-        """See `Decoder.recorded`: one recording for all layers; for a single token each takes as long as a layer."""
+    def recorded_layers(self, batch: Batch, chunk: Chunk) -> Iterator[Tensor]:
+        """See `Decoder.recorded_layers`: one recording for all layers, since each takes as long as a layer does."""
         positions = batch.positions(chunk)
         self._records = self.record_up_to(self.num_layers - 1, positions, input_ids=batch.ids(chunk))
         try:
@@ -324,10 +324,10 @@ class HuggingFaceDecoder:
         finally:
             self._records = None
 
-    def projections(
+    def project_qkv(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
     ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """See `Decoder.projections`: the layer is left at its attention call, so that nothing after it is paid for."""
+        """See `Decoder.project_qkv`: the layer is left at its attention call, so that nothing after it is paid for."""
         taken: list[tuple[Tensor, Tensor, Tensor, Scoring]] = []
 
         def stop(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -340,7 +340,7 @@ class HuggingFaceDecoder:
 
     def logits(self, ids_BS: Tensor) -> Tensor:
         """The model's own logits (B, S, V), as if it were not streamed."""
-        with contextlib.nullcontext() if self.sharding is None else self.sharding.handed_back():
+        with contextlib.nullcontext() if self.sharding is None else self.sharding.hooks_resumed():
             logits_BSV: Tensor = self.model(input_ids=ids_BS, use_cache=False, return_dict=True).logits
         return logits_BSV
 

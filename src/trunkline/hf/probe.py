@@ -2,7 +2,7 @@
 
 `verify` runs every layer of a model on a few tokens, once as transformers does and once in two chunks through the
 core, and compares: whatever carries state across tokens in another way than attention (a convolution, say) shows.
-`reaches` asks the model's own mask functions how far back each layer's attention goes, `check_length` its rotary
+`attention_spans` asks the model's own mask functions how far back each layer attends, `check_length` its rotary
 settings whether anything changes at a length.
 """
 
@@ -87,7 +87,7 @@ def _most_tokens(decoder: HuggingFaceDecoder) -> tuple[int | None, str | None]:
     return None if rope else getattr(config, "max_position_embeddings", None), None
 
 
-def reaches(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
+def attention_spans(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
     """How far back the attention of each layer goes: what the model's own mask functions say.
 
     Args:
@@ -102,7 +102,7 @@ def reaches(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
     given = {"input_ids": ids}
     if device.type == "meta":  # without one, transformers looks into the positions, which have no contents there
         given["attention_mask"] = torch.ones_like(ids)
-    with decoder.engaged(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
+    with decoder.streamed_attention(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
         records = decoder.record_up_to(decoder.num_layers - 1, positions, **given)
     found: dict[int, AttentionSpan] = {}
     of_layers = []
@@ -214,7 +214,7 @@ def _run_one_layer(decoder: HuggingFaceDecoder) -> None:
     """Show the decoder what a layer returns."""
     ids_BS = torch.zeros(1, 1, dtype=torch.long, device="meta")
     batch, token = Batch(ids_BS, ids_BS), Chunk(0, 0, 1)
-    with torch.no_grad(), evaluation(decoder.model), decoder.engaged():
+    with torch.no_grad(), evaluation(decoder.model), decoder.streamed_attention():
         x_BCE = decoder.embed(batch, token)
         decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scoring: q.new_empty(*q.shape[:3], v.shape[3]))
 
@@ -227,13 +227,13 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
     chunks = split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
 
     logits = decoder.logits(ids_BS)
-    with decoder.present(None):
-        limits = reaches(decoder)
+    with decoder.unsharded(None):
+        limits = attention_spans(decoder)
         x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
         parts = [decoder.embed(batch, chunk) for chunk in chunks]
         _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
         for index in range(decoder.num_layers):
-            with decoder.present(index):
+            with decoder.unsharded(index):
                 x_BSE = _compare_layer(decoder, index, x_BSE, batch, limits[index])
         _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
 
@@ -252,7 +252,7 @@ def _compare_layer(
     y_BSE = first(y)
     decoder.returns_tuple = isinstance(y, tuple)
     if _asks_cache(layer, arguments, x_BSE, y_BSE, positions):
-        decoder.takes_offset.add(index)
+        decoder.needs_position_cache.add(index)
     row_masks = reach.row_masks(batch.documents, batch.seq_len)
     core = Core(
         chunks,
@@ -263,7 +263,7 @@ def _compare_layer(
         store_names=CoreStores("k", "v", "o", "lse"),
         row_masks=row_masks,
     )
-    with decoder.engaged():
+    with decoder.streamed_attention():
         parts = [_layer(decoder, index, x_BSE, batch, chunk, core) for chunk in chunks]
     _same(torch.cat(parts, 1), y_BSE, x_BSE, f"layer {index} ({type(layer).__name__}) of {name}")
     return y_BSE

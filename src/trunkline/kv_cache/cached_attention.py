@@ -162,7 +162,7 @@ class CacheForward:
         by_chunk: bool,
         prefetch: int | None,
     ) -> None:
-        self.links, self.writer, self.offset, self.chunks, self.sights = links, writer, offset, chunks, sights
+        self.links, self.writer, self.offset, self.chunks, self.row_masks = links, writer, offset, chunks, sights
         self.batch, self.kernel, self.ranks, self.part = batch, kernel, ranks, part
         gather = ranks.gather
         self.size, self.rank = (1, 0) if gather is None else (gather.size, gather.rank)
@@ -176,7 +176,7 @@ class CacheForward:
 
     def first_key(self, layer: int, chunk: Chunk) -> int:
         """Place of the first key that any row of a chunk sees."""
-        return min(each.first_key(self.start(chunk)) for each in self.sights[layer])
+        return min(each.first_key(self.start(chunk)) for each in self.row_masks[layer])
 
     def start(self, chunk: Chunk) -> int:
         """Place of the first token of a chunk, on whichever rank."""
@@ -204,7 +204,7 @@ class CachedCore:
 
     def __init__(self, extension: CacheForward, layer: int) -> None:
         self._extension, self._layer = extension, layer
-        self._sight = extension.sights[layer]
+        self._sight = extension.row_masks[layer]
         self._kernel: Kernel | None = None
         gather = extension.ranks.gather
         self._gathered = None if gather is None else GatheredSpans(gather)

@@ -27,7 +27,7 @@ from trunkline.engine.step import StepState
 from trunkline.kv_cache.cache import StreamedCache
 from trunkline.kv_cache.cached_attention import CachedCore, CacheForward
 from trunkline.kv_cache.segment import pair_bytes, reading_bytes
-from trunkline.kv_cache.segment_placement import hidden_bytes, new_stretch, room_after, widths_of
+from trunkline.kv_cache.segment_placement import bytes_per_token_of, hidden_bytes, new_stretch, room_after
 from trunkline.kv_cache.writers import DecodeBuffer, SegmentWriter
 from trunkline.offload.chunked_sequence import ChunkedSequence
 from trunkline.offload.stores import Stores, Tiers
@@ -92,12 +92,12 @@ def extend(
     total = cache.length + count
     found = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
     sights = [found[reach] for reach in reaches]
-    with conditions.restored(), decoder.engaged(), torch.no_grad():
+    with conditions.restored(), decoder.streamed_attention(), torch.no_grad():
         cache.begin(len(new.batch.input_ids_BS))
         if tiers.limited and not cache.widths:
-            cache.widths = widths_of(run)
+            cache.widths = bytes_per_token_of(run)
             cache.room = room_after(run, cache, 0, hidden_bytes(run))
-        by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.shares_parameters)
+        by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.is_sharded)
         if in_place:
             writer: SegmentWriter | DecodeBuffer = cache.open_end_for(count)
         else:
@@ -131,12 +131,12 @@ def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
     cores, found = [extension.core(layer) for layer in layers], []
     for chunk in run.chunks:
         run.report("embed", -1, chunk.index, len(run.chunks))
-        run.conditions.seed(-1, chunk.index)
-        with run.decoder.recorded(run.batch, chunk) as x_BCE:
+        run.replay.seed(-1, chunk.index)
+        with run.decoder.recorded_layers(run.batch, chunk) as x_BCE:
             for layer in layers:
                 run.report("forward", layer, chunk.index, len(run.chunks))
                 following = layer + 1 if layer + 1 < len(layers) else None
-                with run.decoder.present(layer, following=following):
+                with run.decoder.unsharded(layer, following=following):
                     x_BCE = run.apply(layer, x_BCE, chunk, cores[layer].forward, None)
         if _is_wanted(run, chunk, keep):
             found.append(run.ranks.whole(x_BCE))
@@ -149,8 +149,8 @@ def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
     num_layers = run.decoder.num_layers
     for layer in range(num_layers):
         outputs = run.sequence(run.layout.input(layer + 1))
-        with run.decoder.present(layer, following=layer + 1 if layer + 1 < num_layers else None):
-            run.upwards(layer, partial(_chunk_of_layer, run, layer, extension.core(layer), outputs), take=True)
+        with run.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
+            run.for_each_chunk(layer, partial(_chunk_of_layer, run, layer, extension.core(layer), outputs), take=True)
         run.inputs.append(outputs)
     wanted = [chunk.index for chunk in run.chunks if _is_wanted(run, chunk, keep)]
     found = [run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]

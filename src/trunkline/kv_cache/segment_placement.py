@@ -21,13 +21,13 @@ from trunkline.offload.placement import Placement, StoreRequest
 from trunkline.offload.stores import Stores
 
 
-def widths_of(run: StepState) -> list[tuple[int, int]]:
+def bytes_per_token_of(run: StepState) -> list[tuple[int, int]]:
     """Bytes of a token's keys and values, of each layer and row; remembered with the tiers."""
-    x_BCE, token = sweeps.look_at_token(run, differentiate=False), Chunk(0, 0, 1)
-    key = x_BCE.dtype, run.conditions.compute_dtype(x_BCE.dtype)
-    if key not in run.stores.tiers.widths:
-        run.stores.tiers.widths[key] = sweeps.widths_of(run, x_BCE, token)
-    widths: BytesPerToken = run.stores.tiers.widths[key]
+    x_BCE, token = sweeps.probe_token(run, differentiate=False), Chunk(0, 0, 1)
+    key = x_BCE.dtype, run.replay.compute_dtype(x_BCE.dtype)
+    if key not in run.stores.tiers.bytes_per_token:
+        run.stores.tiers.bytes_per_token[key] = sweeps.bytes_per_token_of(run, x_BCE, token)
+    widths: BytesPerToken = run.stores.tiers.bytes_per_token[key]
     return [(layer["k"], layer["v"]) for layer in widths.layers]
 
 
@@ -43,7 +43,7 @@ def new_stretch(run: StepState, cache: StreamedCache, sights: Sequence[Sequence[
         ValueError: it does not fit in the budgets.
     """
     count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(sights))
-    windowed = frozenset(i for i, reach in enumerate(run.reaches) if reach.window is not None)
+    windowed = frozenset(i for i, reach in enumerate(run.attention_spans) if reach.window is not None)
     places = _places(run, cache.length)
     spare = cache.spare(run.batch.seq_len)
     held = [_most_held(run, places, sights[i], spare) if i in windowed else count for i in layers]
@@ -103,7 +103,7 @@ def room_after(run: StepState, cache: StreamedCache, longest: int, hidden: int) 
 
 def hidden_bytes(run: StepState) -> int:
     """Bytes of a token's hidden state, of a row."""
-    return sweeps.look_at_token(run, differentiate=False).nbytes
+    return sweeps.probe_token(run, differentiate=False).nbytes
 
 
 def _placed(run: StepState, cache: StreamedCache, asked: _Asked) -> Placement:

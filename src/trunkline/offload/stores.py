@@ -57,7 +57,7 @@ class Tiers:
     def __init__(self, budgets: Mapping[TierName, int | None], backend: Backend | None, prefetch: int) -> None:
         self.accounts = {tier: TierBudget(tier, budget) for tier, budget in budgets.items()}
         self.prefetch = prefetch
-        self.widths: dict[Hashable, Any] = {}  # what runs of one kind were found to need, by whoever asks
+        self.bytes_per_token: dict[Hashable, Any] = {}  # what runs of one kind were found to need, by whoever asks
         # Runs that were dropped without a backward. Their finalizers may run anywhere, in a lane's thread too, so they
         # only leave a note here.
         self.forgotten: deque[_StateHoldings] = deque()

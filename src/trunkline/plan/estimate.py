@@ -136,7 +136,7 @@ class Estimator:
     ) -> None:
         self._blank, self._decoder = blank.model, blank.decoder
         self._whole = blank.model if blank.whole is None else blank.whole
-        self._reaches = blank.reaches
+        self._reaches = blank.attention_spans
         self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
         self._hardware = _loaded(hardware)
         self._parallel_dims, self._sharding_spec, self._drawn = parallel_dims, sharding_spec, drawn
@@ -199,8 +199,8 @@ class Estimator:
         """
         run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
         if not self._tiers.limited:
-            with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
-                sweeps.look_at_token(run, differentiate=differentiate)
+            with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad():
+                sweeps.probe_token(run, differentiate=differentiate)
         run.stores.close()
         return run
 
@@ -222,7 +222,7 @@ class Estimator:
         )
         decoder = layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
         with self._observed.watching(), self._ranks.guarded():
-            with decoder.present(None):
+            with decoder.unsharded(None):
                 run, differentiate = self._begin(decoder, batch, seed, reaches)
                 sweeps.forward(run, differentiate=differentiate)
                 recorder.phase("head")

@@ -55,31 +55,31 @@ class SomeLayers:
         """See `Decoder.other_parameters`."""
         return self._decoder.other_parameters
 
-    def engaged(self) -> AbstractContextManager[None]:
-        """See `Decoder.engaged`."""
-        return self._decoder.engaged()
+    def streamed_attention(self) -> AbstractContextManager[None]:
+        """See `Decoder.streamed_attention`."""
+        return self._decoder.streamed_attention()
 
     def begin(self) -> None:
         """See `Decoder.begin`."""
         self._decoder.begin()
 
-    def present(
+    def unsharded(
         self, layer: int | None, *, following: int | None = None, again: bool = False
     ) -> AbstractContextManager[None]:
         """See `Decoder.present`."""
         if layer is None:
-            return self._decoder.present(None)
+            return self._decoder.unsharded(None)
         self._recorder.enter(self._layers[layer])
         after = None if following is None else self._layers[following]
-        return self._decoder.present(self._layers[layer], following=after, again=again)
+        return self._decoder.unsharded(self._layers[layer], following=after, again=again)
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `Decoder.live`."""
-        return self._decoder.live(parameters)
+        return self._decoder.graph_params(parameters)
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduced`."""
-        found = self._decoder.reduced(parameters, totals)
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `Decoder.reduce_grads`."""
+        found = self._decoder.reduce_grads(parameters, totals)
         self._memory.note("gradients", sum(x.nbytes for x in found if x is not None))
         return found
 
@@ -91,11 +91,11 @@ class SomeLayers:
         """See `Decoder.layer`."""
         return self._decoder.layer(self._layers[index], x_BCE, batch, chunk, attend)
 
-    def projections(
+    def project_qkv(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
     ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """See `Decoder.projections`."""
-        return self._decoder.projections(self._layers[index], x_BCE, batch, chunk)
+        """See `Decoder.project_qkv`."""
+        return self._decoder.project_qkv(self._layers[index], x_BCE, batch, chunk)
 
     def head(self, x_BTE: Tensor) -> Tensor:
         """See `Decoder.head`."""

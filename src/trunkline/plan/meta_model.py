@@ -29,7 +29,7 @@ class MetaModel:
 
     model: PreTrainedModel
     decoder: HuggingFaceDecoder
-    reaches: Sequence[AttentionSpan]
+    attention_spans: Sequence[AttentionSpan]
     device: torch.device
     whole: PreTrainedModel | None = None
 
@@ -47,7 +47,7 @@ class MetaModel:
         decoder = HuggingFaceDecoder(blank)
         try:
             probe.verify(decoder)
-            reaches = probe.reaches(decoder)
+            reaches = probe.attention_spans(decoder)
         except (TypeError, RuntimeError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"{type(base).__name__} does not run on tensors without contents ({error}), so it cannot be rehearsed."

@@ -64,7 +64,7 @@ class SimulatedSharding:
         host: Tally,
     ) -> None:
         self.device = torch.device("meta")
-        self.is_waiting = False
+        self.has_pending_grads = False
         self._layers = layers
         self._model = model
         self._sharding_spec, self._wire, self._clock, self._memory, self._host = (
@@ -90,21 +90,21 @@ class SimulatedSharding:
         """See `ParameterStore.other_parameters`."""
         return parameters_outside(self._model, self._layers)
 
-    def take_over(self) -> None:
-        """See `ParameterStore.take_over`."""
+    def suspend_hooks(self) -> None:
+        """See `ParameterStore.suspend_hooks`."""
 
-    def hand_back(self) -> None:
-        """See `ParameterStore.hand_back`."""
+    def resume_hooks(self) -> None:
+        """See `ParameterStore.resume_hooks`."""
 
-    def handed_back(self) -> contextlib.AbstractContextManager[None]:
-        """See `ParameterStore.handed_back`."""
+    def hooks_resumed(self) -> contextlib.AbstractContextManager[None]:
+        """See `ParameterStore.hooks_resumed`."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:
         """See `ParameterStore.begin`."""
 
     @contextlib.contextmanager
-    def present(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
+    def unsharded(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
         """See `ParameterStore.present`."""
         if not self._sharded:
             yield
@@ -125,12 +125,12 @@ class SimulatedSharding:
                 self._whole.discard(layer)
                 self._memory.put("gathered parameters", -self._nbytes(layer))
 
-    def live(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """See `ParameterStore.live`."""
         return list(parameters)
 
-    def reduced(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `ParameterStore.reduced`: where they are in parts, a rank's own is counted and not made."""
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """See `ParameterStore.reduce_grads`: where they are in parts, a rank's own is counted and not made."""
         return [
             None if total is None else self._over_ranks(parameter, total)
             for parameter, total in zip(parameters, totals, strict=True)

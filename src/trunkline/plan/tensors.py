@@ -41,7 +41,7 @@ def cut(blank: MetaModel, tp: int) -> Iterator[MetaModel]:
         model = copy.deepcopy(blank.model)
         parallelize(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), blank=True).put_aside()
         decoder = HuggingFaceDecoder(model)
-        yield MetaModel(model, decoder, probe.reaches(decoder), blank.device, blank.model)
+        yield MetaModel(model, decoder, probe.attention_spans(decoder), blank.device, blank.model)
     finally:
         dist.destroy_process_group()
 
