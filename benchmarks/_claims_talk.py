@@ -132,7 +132,7 @@ def spikes(out: Path) -> Answer:
     """d: memory through a step of a 30B GPT, before and after."""
     blank, machine, length = model_of("gpt-30b"), machine_of(_A100, 16), M
     common: dict[str, Any] = {
-        "degrees": mesh_of(blank, machine),
+        "parallel_dims": mesh_of(blank, machine),
         "spread": sharding_spec_of(machine),
         "optimizer": AdamW(),
     }

@@ -149,7 +149,7 @@ def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Consol
 def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Console) -> dict[int, dict[str, int]]:
     """Peak memory of a rank as the sequence grows: in chunks, and Ulysses alone."""
     found: dict[int, dict[str, int]] = {}
-    task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "degrees": {"sp": 2}}
+    task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "parallel_dims": {"sp": 2}}
     os.environ.update(MALLOC)  # of the processes to come; slower, and so not for those that are timed
     for length in lengths:
         found[length] = {}

@@ -84,7 +84,7 @@ def stream(
     try:
         if sharding is not None:
             sharding.suspend_hooks()
-        with ranks.guarded():
+        with ranks.guard():
             probe.verify(decoder)
     except BaseException:
         if sharding is not None:

@@ -133,9 +133,11 @@ class StreamedForward:
             batch = replace(batch, divisor=agreement.num_targets)
         if not self._verified and self.decoder.device.type != "meta":
             self._verify()
-        conditions = ReplayContext(self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        conditions = ReplayContext(
+            self.decoder.model, batch.input_ids_BS.device, agreement.seed, self.ranks.seed_offset
+        )
         self.decoder.begin()
-        with self.ranks.guarded(), self.decoder.lock, self.decoder.unsharded(None):
+        with self.ranks.guard(), self.decoder.lock, self.decoder.unsharded(None):
             probe.check_length(self.decoder, batch.last_position)
             reaches = probe.attention_spans(self.decoder)
             run, differentiate = sweeps.begin(
@@ -192,12 +194,12 @@ class StreamedForward:
             kind = ("cache", cache.length, found[0].logits_to_keep, self.config.decisive)
             return found[0].batch, repr(kind)
 
-        _, agreement = self.ranks.begin(read, 0)  # nothing is drawn: what is sampled from the logits is not disturbed
+        _, agreement = self.ranks.agree(read, 0)  # nothing is drawn: what is sampled from the logits is not disturbed
         if not self._verified and self.decoder.device.type != "meta":
             self._verify()
-        conditions = ReplayContext(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.salt)
+        conditions = ReplayContext(model, found[0].batch.input_ids_BS.device, agreement.seed, self.ranks.seed_offset)
         self.decoder.begin()
-        with self.ranks.guarded(), self.decoder.lock, self.decoder.unsharded(None):
+        with self.ranks.guard(), self.decoder.lock, self.decoder.unsharded(None):
             probe.check_length(self.decoder, found[0].batch.last_position)
             return extend(
                 self.decoder, self.config, tiers, self.ranks, conditions, cache.attention_spans, cache, found[0]
@@ -205,7 +207,7 @@ class StreamedForward:
 
     def new_cache(self) -> StreamedCache:
         """An empty cache for this model."""
-        gather = self.ranks.gather
+        gather = self.ranks.kv_gather
         part = (0, 1) if gather is None else (gather.rank, gather.size)
         cache = StreamedCache(self.tiers, self.decoder.num_layers, part)
         cache.max_merged_tokens = self.config.chunk_tokens(self.decoder.device)
@@ -235,7 +237,7 @@ class StreamedForward:
         try:
             if self.decoder.own_forward is not None:
                 model.forward = self.decoder.own_forward
-            with self.ranks.guarded():
+            with self.ranks.guard():
                 probe.verify(self.decoder)
         finally:
             model.forward = self
@@ -271,7 +273,7 @@ class StreamedForward:
                     None if given.get("num_items_in_batch") is None else float(batch.num_targets or 0)]  # fmt: skip
             return batch, repr(kind)
 
-        _, agreement = self.ranks.begin(read, draw_seed())
+        _, agreement = self.ranks.agree(read, draw_seed())
         return found[0], agreement
 
     def _read(self, given: dict[str, Any]) -> inputs.ForwardInputs:

@@ -48,7 +48,7 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("degrees", "families"),
+    ("parallel_dims", "families"),
     [
         ({"sp": 2}, FAMILIES), ({"cp": 2}, FAMILIES), ({"sp": 2, "cp": 2}, FAMILIES), ({"sp": 4}, FAMILIES[:3]),
         ({"cp": 4}, FAMILIES[2:4]),
@@ -63,7 +63,7 @@ def test_documents_windows_and_sinks(parallel_dims: dict[str, int], families: li
         assert not wrong
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
 @pytest.mark.parametrize(
     "settings",
     [{"attn_strategy": "streamed"}, {"attn_strategy": "head_groups"}, {"checkpoint_every": 2, "keep": ()}],
@@ -98,7 +98,7 @@ def compiled(parallel_dims: dict[str, int]) -> tuple[list[float], list[int]]:
     return errors, graphs
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"tp": 2}], ids=str)
 def test_compiled_layers(parallel_dims: dict[str, int]) -> None:
     """Also where two chunks take turns in a layer."""
     for errors, (first, second) in run(2, compiled, parallel_dims):

@@ -45,7 +45,7 @@ def read(
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("budget", [None, 400_000])
 @pytest.mark.parametrize(
-    ("degrees", "zero"),
+    ("parallel_dims", "zero"),
     [({"sp": 2}, None), ({"cp": 2}, None), ({"sp": 2}, 3), ({"cp": 2}, 3)],
     ids=["sp2", "cp2", "sp2-zero3", "cp2-zero3"],
 )
@@ -81,7 +81,7 @@ def test_decoded_tokens_behind_a_padded_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("degrees", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
 def test_four_ranks(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     errors = run(4, read, parallel_dims, 3, str(tmp_path), {"device_budget": 400_000}, {"sliding_window": 20})
     assert max(errors) < 1e-9
@@ -101,7 +101,7 @@ def write(parallel_dims: dict[str, int], folder: str) -> list[Any]:
     return [expected.tolist(), found.tolist(), torch.cat([ids, again], 1).tolist()]
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
 def test_generation(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     for expected, found, again in run(2, write, parallel_dims, str(tmp_path)):
         assert found == expected
@@ -131,7 +131,7 @@ def read_padded(parallel_dims: dict[str, int]) -> float:
     return error
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
 def test_padded_rows(parallel_dims: dict[str, int]) -> None:
     assert max(run(2, read_padded, parallel_dims)) < 1e-9
 
@@ -157,7 +157,7 @@ def load_in_pieces(parallel_dims: dict[str, int], folder: str) -> tuple[int, flo
     return longest, error
 
 
-@pytest.mark.parametrize(("degrees", "most"), [({"sp": 2}, 8), ({"cp": 2}, 16)], ids=["sp2", "cp2"])
+@pytest.mark.parametrize(("parallel_dims", "most"), [({"sp": 2}, 8), ({"cp": 2}, 16)], ids=["sp2", "cp2"])
 def test_longer_chunks_are_cut_where_ranks_have_them_whole(
     parallel_dims: dict[str, int], most: int, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trunkline
 from distributed.processes import run
-from trunkline.distributed.comm import Comm, Pending
+from trunkline.distributed.comm import Comm, PendingCollective
 
 LAYERS, CHUNK = 3, 8
 
@@ -114,15 +114,15 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, original: Any) -> Any:
-        def noted(comm: Comm, parts: Tensor) -> Pending:
-            pending: Pending = original(comm, parts)
+        def noted(comm: Comm, parts: Tensor) -> PendingCollective:
+            pending: PendingCollective = original(comm, parts)
             self.events.append(pending)
             return pending
 
         return noted
 
     def wait(self, original: Any) -> Any:
-        def noted(pending: Pending) -> Tensor:
+        def noted(pending: PendingCollective) -> Tensor:
             if pending.work is not None and any(each is pending for each in self.events):
                 self.events.append((pending,))
             received: Tensor = original(pending)
@@ -133,7 +133,7 @@ class Order(TorchDispatchMode):
     @property
     def exchanges(self) -> tuple[int, int]:
         """How many there were, and in how many nothing was computed meanwhile."""
-        begun = {id(each): at for at, each in enumerate(self.events) if isinstance(each, Pending)}
+        begun = {id(each): at for at, each in enumerate(self.events) if isinstance(each, PendingCollective)}
         ended = {id(each[0]): at for at, each in enumerate(self.events) if isinstance(each, tuple)}
         assert begun.keys() == ended.keys()
         return len(begun), sum("compute" not in self.events[begun[each] : ended[each]] for each in begun)
@@ -152,7 +152,7 @@ def order(
         mode = Order()
         with (
             patch.object(Comm, collective, mode.sent(getattr(Comm, collective))),
-            patch.object(Pending, "wait", mode.wait(Pending.wait)),
+            patch.object(PendingCollective, "wait", mode.wait(PendingCollective.wait)),
             mode,
         ):
             loss = model(input_ids=ids, labels=ids).loss if loss is None else loss.backward()

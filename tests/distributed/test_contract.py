@@ -67,7 +67,7 @@ def _wrong_shape(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "change", "says"),
+    ("parallel_dims", "change", "says"),
     [
         ({"sp": 2}, _other_token, "rank 1 was given other tokens"),
         ({"cp": 2}, _other_label, "rank 1 was given other tokens"),
@@ -149,7 +149,7 @@ def interrupted(parallel_dims: dict[str, int]) -> tuple[list[str], float, float]
     return said, worst, max(losses) - min(losses)
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
 def test_a_sweep_that_is_left_or_interrupted(parallel_dims: dict[str, int]) -> None:
     for said, *differences in run(2, interrupted, parallel_dims):
         assert said == ["no more of forward", "no more of backward"]
@@ -224,7 +224,7 @@ def test_a_rank_that_fails_takes_the_others_down(how: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("degrees", "world", "says"),
+    ("parallel_dims", "world", "says"),
     [
         (ParallelDims(sp=3), 8, ["world size of 8", "3 does not"]),
         (ParallelDims(dp=3, sp=2), 8, ["makes 6 ranks", "set dp=4"]),
@@ -238,7 +238,7 @@ def test_degrees_that_do_not_make_up_the_job(parallel_dims: ParallelDims, world:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "says"),
+    ("parallel_dims", "says"),
     [
         (ParallelDims(sp=6), ["9 query and 3 key/value heads", "valid values of sp are 1, 3, 9", "cp=6", "sp=3, cp=2"]),
         (ParallelDims(tp=2), ["tp=2 does not divide", "valid values of tp are 1, 3"]),

@@ -37,7 +37,7 @@ def found(parallel_dims: dict[str, int] | None, zero: int | None = None) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("degrees", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"dp": 2}, 3), ({"sp": 2}, None)], ids=str
+    ("parallel_dims", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"dp": 2}, 3), ({"sp": 2}, None)], ids=str
 )
 def test_ranks_find_what_one_process_finds(parallel_dims: dict[str, int], zero: int | None) -> None:
     log_probs, texts = found(None)

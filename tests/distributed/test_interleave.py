@@ -44,13 +44,13 @@ def test_two_calls_take_turns(pauses: list[int], order: str) -> None:
     """Each piece but those at the ends has one of another call before the next of its own."""
     turns, done = Interleaver("cpu"), list[str]()
     with turns.scope():
-        turns.side_by_side(calls(turns, done, pauses))
+        turns.interleave(calls(turns, done, pauses))
     assert " ".join(done) == order
 
 
 def test_the_next_call_goes_on_meanwhile() -> None:
     turns, done, results = Interleaver("cpu"), list[str](), list[int]()
-    for number in turns.ahead(calls(turns, done, [2] * 3)):
+    for number in turns.pipeline(calls(turns, done, [2] * 3)):
         results.append(number)
         done.append("use")
         turns.meanwhile()
@@ -82,7 +82,7 @@ def test_every_call_has_its_own_modes_and_context() -> None:
 
     before = torch.get_autocast_dtype("cpu")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for number, found in enumerate(turns.ahead(partial(call, number) for number in range(4))):
+        for number, found in enumerate(turns.pipeline(partial(call, number) for number in range(4))):
             turns.meanwhile()
             assert found == (number % 2 == 0, number < 2, torch.float16, number)
             assert not torch.is_grad_enabled()
@@ -107,11 +107,11 @@ def test_an_error_ends_what_is_under_way() -> None:
                 raise RuntimeError("while it ended")
 
     with torch.no_grad(), pytest.raises(OSError, match="disk") as raised, turns.scope():
-        turns.side_by_side(partial(call, number) for number in range(3))
+        turns.interleave(partial(call, number) for number in range(3))
     assert "RuntimeError: while it ended" in raised.value.__notes__[0]
     assert ended == [0, 1]
     done = list[str]()
-    turns.side_by_side(calls(turns, done, [1, 1]))
+    turns.interleave(calls(turns, done, [1, 1]))
     assert " ".join(done) == "A0 A1 B0 B1"
 
 
@@ -125,7 +125,7 @@ def test_an_abandoned_call_ahead_is_ended() -> None:
             ended.append(torch.is_grad_enabled())
 
     def sweep() -> None:
-        ahead = turns.ahead([*calls(turns, done, [0]), call])
+        ahead = turns.pipeline([*calls(turns, done, [0]), call])
         assert next(ahead) == 0
         turns.meanwhile()
         assert not ended
@@ -147,14 +147,14 @@ def test_calls_within_calls() -> None:
     def outer(number: int) -> int:
         turns.pause()
         with turns.scope():
-            turns.side_by_side(calls(turns, done, [1, 1]))
-            assert list(turns.ahead(calls(turns, done, [0, 0]))) == [0, 1]
+            turns.interleave(calls(turns, done, [1, 1]))
+            assert list(turns.pipeline(calls(turns, done, [0, 0]))) == [0, 1]
         turns.pause()
         return number
 
     with turns.scope():
-        turns.side_by_side((lambda number=number: done.append(f"outer {outer(number)}")) for number in range(2))
-        for number in turns.ahead(partial(outer, number) for number in range(2)):
+        turns.interleave((lambda number=number: done.append(f"outer {outer(number)}")) for number in range(2))
+        for number in turns.pipeline(partial(outer, number) for number in range(2)):
             turns.meanwhile()
             done.append(f"ahead {number}")
     inner = ["A0", "A1", "B0", "B1", "A0", "A1"]
@@ -164,7 +164,7 @@ def test_calls_within_calls() -> None:
 def test_another_thread_leaves_a_call_alone() -> None:
     """Autograd may differentiate in a thread of its own: then nothing goes on meanwhile, and nothing fails."""
     turns, done = Interleaver("cpu"), list[str]()
-    ahead = turns.ahead(calls(turns, done, [2] * 2))
+    ahead = turns.pipeline(calls(turns, done, [2] * 2))
     assert next(ahead) == 0
     thread = threading.Thread(target=turns.meanwhile)
     thread.start()

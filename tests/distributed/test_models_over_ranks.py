@@ -62,7 +62,7 @@ def with_tiers(parallel_dims: dict[str, int], folder: str, cases: list[dict[str,
     return errors
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
 def test_tiers_and_lanes_work_on_every_rank(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [
         {"attn_strategy": strategy, "device_budget": budget, "keep": keep, "checkpoint_every": every}
@@ -168,7 +168,7 @@ def adapted(parallel_dims: dict[str, int], zero: int | None) -> float:
     return worst(collect(model), expected)
 
 
-@pytest.mark.parametrize(("degrees", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"sp": 2}, None)])
+@pytest.mark.parametrize(("parallel_dims", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"sp": 2}, None)])
 def test_lora(parallel_dims: dict[str, int], zero: int | None) -> None:
     assert max(run(2, adapted, parallel_dims, zero)) < 1e-8
 
@@ -254,7 +254,7 @@ def test_autocast_holds_in_a_replay_that_begins_inside_a_backward() -> None:
 def salts(parallel_dims: dict[str, int]) -> int:
     from trunkline.distributed.mesh_ranks import MeshRanks
 
-    return MeshRanks(trunkline.init_mesh(**parallel_dims)).salt
+    return MeshRanks(trunkline.init_mesh(**parallel_dims)).seed_offset
 
 
 def test_ranks_with_other_tokens_draw_other_numbers() -> None:
@@ -304,7 +304,7 @@ def evaluation(parallel_dims: dict[str, int]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("degrees", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
 def test_evaluation_logits_and_unstream(parallel_dims: dict[str, int]) -> None:
     for errors in run(2, evaluation, parallel_dims):
         assert max(errors) < 1e-6
@@ -378,7 +378,9 @@ def saved(parallel_dims: dict[str, int], zero: int, folder: str) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "zero"), [({"sp": 2}, 3), ({"dp": 2}, 2), ({"cp": 2}, 0), ({"tp": 2}, 0)], ids=["3", "2", "0", "tp"]
+    ("parallel_dims", "zero"),
+    [({"sp": 2}, 3), ({"dp": 2}, 2), ({"cp": 2}, 0), ({"tp": 2}, 0)],
+    ids=["3", "2", "0", "tp"],
 )
 def test_save_pretrained_writes_whole_weights(parallel_dims: dict[str, int], zero: int, tmp_path: Path) -> None:
     for found in run(2, saved, parallel_dims, zero, str(tmp_path)):

@@ -41,8 +41,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "windows, streamed": (
         {"windows": True, "device_budget": "48KiB", "host_budget": "4MiB", "attn_strategy": "streamed"}, 9
     ),
-    "ranks": ({"degrees": ParallelDims(sp=2)}, 4),
-    "replicas": ({"degrees": ParallelDims(dp=2), "spread": ShardingSpec(zero=2)}, 4),
+    "ranks": ({"parallel_dims": ParallelDims(sp=2)}, 4),
+    "replicas": ({"parallel_dims": ParallelDims(dp=2), "spread": ShardingSpec(zero=2)}, 4),
     "offloaded": ({"spread": ShardingSpec(offload=True)}, 4),
 }  # fmt: skip
 

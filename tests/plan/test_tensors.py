@@ -34,7 +34,7 @@ def measured(parallel_dims: dict[str, int], settings: dict[str, Any]) -> dict[st
     return {"device": meters.peaks["device"], "comm": meters.lanes["comm"].moved, "parameters": own}
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "sp": 2}])
+@pytest.mark.parametrize("parallel_dims", [{"tp": 2}, {"tp": 2, "sp": 2}])
 def test_stores_and_parameters_are_those_of_a_rank(parallel_dims: dict[str, int]) -> None:
     settings = {"chunk_size": 16}
     model = build("llama", torch.float32, **SHAPE)

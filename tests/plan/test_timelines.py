@@ -30,7 +30,7 @@ def model():
 CASES = {
     "resident": {},
     "offloaded": {"device_budget": "60MiB", "host_budget": "2GiB"},
-    "ranks": {"degrees": ParallelDims(sp=4)},
+    "ranks": {"parallel_dims": ParallelDims(sp=4)},
 }
 
 

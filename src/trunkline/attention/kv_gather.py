@@ -1,30 +1,37 @@
-"""The interface by which attention gathers keys and values that ranks hold in parts."""
+"""Interface by which attention gathers keys and values that are sharded over ranks."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+Result = TypeVar("Result", covariant=True)
+
+
+class Pending(Protocol[Result]):
+    """Result of an asynchronous collective."""
+
+    def wait(self) -> Result:
+        """Return the result, ready for compute on the current stream."""
+        ...
+
 
 class KeyValueGather(Protocol):
-    """Keys and values that ranks hold in parts, brought together while they are needed."""
+    """All-gather of keys and values along the sequence, and reduce-scatter of their gradients.
+
+    Attributes:
+        size: number of ranks.
+        rank: index of this rank.
+    """
 
     size: int
     rank: int
 
-    def gather(self, k: Tensor, v: Tensor) -> PendingPair:
-        """Those of all ranks, one rank's after another's: two (B, K, T, D) to two (B, K, size * T, D)."""
+    def gather(self, k: Tensor, v: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """Start to gather keys and values (B, K, T, D) of all ranks, in rank order: two (B, K, size * T, D)."""
         ...
 
-    def scatter(self, dk: Tensor, dv: Tensor) -> PendingPair:
-        """Sums over ranks of gradients of what `gather` gave, each rank its own part, in their dtype."""
-        ...
-
-
-class PendingPair(Protocol):
-    """Two tensors on their way."""
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Them, once compute may use them."""
+    def scatter(self, dk: Tensor, dv: Tensor) -> Pending[tuple[Tensor, Tensor]]:
+        """Start to sum gradients (B, K, size * T, D) over ranks, in their dtype; each rank gets its (B, K, T, D)."""
         ...

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, PaddedKernel
-from trunkline.attention.kv_gather import KeyValueGather, PendingPair
+from trunkline.attention.kv_gather import KeyValueGather, Pending
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import Range
 from trunkline.attention.schedule import ChunkSchedule
@@ -28,7 +28,7 @@ from trunkline.chunking import Chunk, spans
 # spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
 SPAN = 16_384
 
-_Coming: TypeAlias = "tuple[KVSpan, PendingPair]"
+_Coming: TypeAlias = "tuple[KVSpan, Pending[tuple[Tensor, Tensor]]]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def run_tune(output: Path | None, disk: Path | None, device: str, head_dims: str
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         failure.heed_termination()
         init_mesh(device_type=kind.type, timeout=_PATIENCE)
-    with failure.guarded() if failure.in_job() else contextlib.nullcontext():
+    with failure.guard() if failure.in_job() else contextlib.nullcontext():
         is_main = not failure.in_job() or dist.get_rank() == 0
         console = Console(quiet=not is_main)
         survey = Survey(kind, disk or tuning.default_folder(), dims)

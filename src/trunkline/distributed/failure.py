@@ -113,7 +113,7 @@ def explanation(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guard() -> Iterator[None]:
     """Run what has collectives in it.
 
     Raises:

@@ -74,7 +74,7 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
         if key is not None:
             mesh, axes = key
             total = total.to(device)
-            with failure.guarded():
+            with failure.guard():
                 for axis in axes:
                     dist.all_reduce(total, group=mesh.get_group(axis))
         totals.append(total)

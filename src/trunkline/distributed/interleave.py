@@ -90,7 +90,7 @@ class Interleaver:
         if coming is not None and not coming.dead and coming.thread == threading.get_ident():
             coming.step()
 
-    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
+    def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
         """Make calls, two of them under way at a time: at every pause the other goes on."""
         waiting, slots = iter(calls), deque[_Turn]()
         while True:
@@ -105,7 +105,7 @@ class Interleaver:
             if slots[-1].dead:
                 self._under_way.discard(slots.pop())
 
-    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+    def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         """What calls return, in their order; while one's result is in use, `meanwhile` lets the next begin."""
         waiting = map(self._turn, calls)
         turn = next(waiting, None)

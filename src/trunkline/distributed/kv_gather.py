@@ -1,6 +1,6 @@
-"""Keys and values of which each rank holds a part, gathered while a kernel takes them; their gradients sent back.
+"""All-gather of keys and values over `cp`, and reduce-scatter of their gradients.
 
-What takes the place of ring attention here: it works for any number of heads, and is prefetched like any fetch.
+It replaces ring attention: it works with any number of heads, and is prefetched like any other fetch.
 """
 
 from __future__ import annotations
@@ -9,43 +9,46 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from trunkline.distributed.comm import Collectives, PendingTensor, cut_rows, join_rows
+from trunkline.attention.kv_gather import KeyValueGather, Pending
+from trunkline.distributed.comm import Collectives, join_rows, split_rows
 
 
-class Gather:
-    """See `trunkline.attention.kv_gather.KeyValueGather`.
+class PackedKeyValueGather(KeyValueGather):
+    """Gather of keys and values in one collective.
 
     Args:
-        comm: of the ranks that hold parts.
+        comm: collectives of the ranks that hold parts.
     """
 
     def __init__(self, comm: Collectives) -> None:
         self.comm = comm
         self.size, self.rank = comm.size, comm.rank
 
-    def gather(self, k: Tensor, v: Tensor) -> _Coming:
-        """See `KeyValueGather.gather`."""
-        return _Coming(self.comm.all_gather(torch.cat([k.reshape(-1), v.reshape(-1)])), (k.shape, v.shape))
+    @override
+    def gather(self, k: Tensor, v: Tensor) -> PendingKeyValue:
+        packed = torch.cat([k.reshape(-1), v.reshape(-1)])
+        return PendingKeyValue(self.comm.all_gather(packed), (k.shape, v.shape))
 
-    def scatter(self, dk: Tensor, dv: Tensor) -> _Coming:
-        """See `KeyValueGather.scatter`."""
-        parts = torch.cat([cut_rows(dk, self.size), cut_rows(dv, self.size)], 1)
+    @override
+    def scatter(self, dk: Tensor, dv: Tensor) -> PendingKeyValue:
+        packed = torch.cat([split_rows(dk, self.size), split_rows(dv, self.size)], 1)
         shapes = [torch.Size((*x.shape[:2], x.shape[2] // self.size, x.shape[3])) for x in (dk, dv)]
-        return _Coming(self.comm.reduce_scatter(parts), (shapes[0], shapes[1]))
+        return PendingKeyValue(self.comm.reduce_scatter(packed), (shapes[0], shapes[1]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
-    """Two tensors side by side: a part of each rank (size, n), or this rank's own part (n,)."""
+class PendingKeyValue(Pending[tuple[Tensor, Tensor]]):
+    """Keys and values packed in one tensor on its way: (size, n) if gathered, (n,) if scattered."""
 
-    pending: PendingTensor
-    shapes: tuple[torch.Size, torch.Size]  # of a part
+    packed: Pending[Tensor]
+    shapes: tuple[torch.Size, torch.Size]  # of one rank's keys, values
 
+    @override
     def wait(self) -> tuple[Tensor, Tensor]:
-        """See `PendingPair.wait`."""
-        packed = self.pending.wait()
+        packed = self.packed.wait()
         parts = packed if packed.ndim == 2 else packed[None]
         columns = torch.split(parts, [shape.numel() for shape in self.shapes], 1)
-        a, b = (join_rows(x, shape) for x, shape in zip(columns, self.shapes, strict=True))
-        return a, b
+        k, v = (join_rows(x, shape) for x, shape in zip(columns, self.shapes, strict=True))
+        return k, v

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from trunkline.distributed import failure
-from trunkline.distributed.comm import Comm, from_everyone
+from trunkline.distributed.comm import Comm, gather_small
 from trunkline.distributed.mesh import SEQUENCE, parallel_dims_of
-from trunkline.distributed.sequence_parallel import Groups, Place, SharedSequence
+from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.engine.batch import Batch
 from trunkline.engine.ranks import Agreement
 from trunkline.offload.lanes.base import LaneTraffic
 
 
-class MeshRanks(SharedSequence):
+class MeshRanks(SequenceParallelRanks):
     """See `trunkline.engine.ranks.Ranks`.
 
     Args:
@@ -38,28 +38,25 @@ class MeshRanks(SharedSequence):
             return Comm(axes.get_group(), traffic) if axes.size() > 1 else None
 
         coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-        place = Place(*(coordinate[axis] for axis in ("dp", "cp", "sp")))
-        groups = Groups(comm(mesh["sp"]), comm(mesh["cp"]), comm(flat(mesh, SEQUENCE)))
-        super().__init__(parallel_dims, place, groups, traffic, mesh.device_type)
+        here = MeshCoordinate(*(coordinate[axis] for axis in ("dp", "cp", "sp")))
+        comms = SequenceComms(comm(mesh["sp"]), comm(mesh["cp"]), comm(flat(mesh, SEQUENCE)))
+        super().__init__(parallel_dims, here, comms, traffic, mesh.device_type)
+        self.name = "-".join(
+            f"{axis}{i}of{mesh[axis].size()}" for axis, i in coordinate.items() if mesh[axis].size() > 1
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
         return self  # the job's ranks are those of every copy of a model
 
-    @property
-    def name(self) -> str:
-        """See `Ranks.name`."""
-        places = zip(self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or (), strict=True)
-        return "-".join(f"{axis}{at}of{self.mesh[axis].size()}" for axis, at in places if self.mesh[axis].size() > 1)
-
     @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """See `Ranks.guarded`."""
-        with self._turns.scope(), failure.guarded():
+    def guard(self) -> Iterator[None]:
+        """See `Ranks.guard`."""
+        with self._interleaver.scope(), failure.guard():
             yield
 
     def require_same(self, what: object, name: str) -> None:
         """See `Ranks.require_same`."""
-        found = from_everyone(torch.tensor([_number(repr(what))], device=self.mesh.device_type)).flatten().tolist()
+        found = gather_small(torch.tensor([_number(repr(what))], device=self.mesh.device_type)).flatten().tolist()
         for replica in self.mesh.mesh.flatten(1).tolist():
             if len({found[rank] for rank in replica}) > 1:
                 raise ValueError(
@@ -74,18 +71,18 @@ class MeshRanks(SharedSequence):
 
     # -- the contract --------------------------------------------------------------------------------------------------
 
-    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        """See `Ranks.begin`."""
+    def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
+        """See `Ranks.agree`."""
         batch: Batch | None = None
         kind = ""
         error: ValueError | None = None
-        with failure.guarded():
+        with failure.guard():
             try:
                 batch, kind = read()
             except ValueError as refused:
                 error = refused
                 failure.explain(refused)
-            rows: list[list[int]] = from_everyone(self._said(batch, kind, seed)).tolist()
+            rows: list[list[int]] = gather_small(self._said(batch, kind, seed)).tolist()
         failure.all_go_on()
         if error is not None:
             raise error
@@ -126,7 +123,7 @@ class MeshRanks(SharedSequence):
                     f"sequence with ({_names(replica)}): every rank of a group passes the same global input_ids, and "
                     "takes its part itself. Only dp replicas get different data; shuffle with one seed a replica."
                 )
-        own = members[self._dp].tolist()
+        own = members[self.coordinate.dp].tolist()
         replicas = [rows[replica[0]][4] for replica in members.tolist()]
         divisor = torch.tensor(max(sum(replicas), 1), device=batch.input_ids_BS.device)
         return Agreement(rows[own[0]][3], divisor if len(replicas) > 1 else None)
@@ -186,8 +183,8 @@ def require_same_weights(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for number, parameter in enumerate(model.parameters(), 1):
         bits = parameter.detach().view(kinds[parameter.dtype.itemsize])
         total = total * 31 + bits.sum(dtype=torch.long) + number * parameter.numel()
-    with failure.guarded():  # weights may still be on the host, where NCCL has no say
-        found: list[int] = from_everyone(total[None].to(mesh.device_type)).flatten().tolist()
+    with failure.guard():  # weights may still be on the host, where NCCL has no say
+        found: list[int] = gather_small(total[None].to(mesh.device_type)).flatten().tolist()
         failure.all_go_on()
     usual = max(found, key=found.count)
     odd = [rank for rank, value in enumerate(found) if value != usual]

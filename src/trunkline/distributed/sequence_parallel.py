@@ -1,4 +1,4 @@
-"""How ranks share a sequence: which tokens, rows and heads are whose, and how they are exchanged."""
+"""Division of a sequence over ranks: tokens, query rows and heads of each rank, and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from typing_extensions import override
 
-from trunkline.attention.kv_gather import KeyValueGather
+from trunkline.attention.kv_gather import KeyValueGather, Pending
+from trunkline.attention.online_softmax import merge_
 from trunkline.chunking import Chunk, zigzag
 from trunkline.distributed.comm import Collectives
 from trunkline.distributed.interleave import Interleaver
-from trunkline.distributed.kv_gather import Gather
+from trunkline.distributed.kv_gather import PackedKeyValueGather
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.distributed.replicated import ReplicatedRanks
 from trunkline.distributed.ulysses import Ulysses
-from trunkline.engine.ranks import PendingTensors, SingleRank, T
+from trunkline.engine.ranks import SingleRank, T
 from trunkline.offload.lanes.base import LaneTraffic
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is on the axes of a mesh."""
+class MeshCoordinate:
+    """Index of a rank along the axes that hold different tokens; tp ranks hold the same ones."""
 
     dp: int = 0
     cp: int = 0
@@ -30,101 +32,100 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Collectives of the groups that a rank is in; None where it is alone."""
+class SequenceComms:
+    """Collectives of a rank's groups; None for a group of one rank."""
 
     sp: Collectives | None
     cp: Collectives | None
-    sequence: Collectives | None  # cp and sp together
+    sequence: Collectives | None  # cp and sp flattened
 
 
-class SharedSequence:
-    """The part of `trunkline.engine.ranks.Ranks` that is about cutting and exchanging.
+class SequenceParallelRanks(SingleRank):
+    """Ranks that divide a sequence over `cp` and `sp`; base of real (`MeshRanks`) and simulated ranks.
 
     Args:
-        degrees: of the mesh.
-        place: of this rank.
-        groups: that it exchanges with.
-        traffic: of these.
-        device_type: on which the ranks compute.
+        parallel_dims: degrees of the mesh.
+        coordinate: this rank's place in it.
+        comms: collectives of this rank's groups.
+        traffic: counters of these.
+        device_type: `cpu` or `cuda`, for autocast.
     """
 
     def __init__(
-        self, parallel_dims: ParallelDims, place: Place, groups: Groups, traffic: LaneTraffic, device_type: str
+        self,
+        parallel_dims: ParallelDims,
+        coordinate: MeshCoordinate,
+        comms: SequenceComms,
+        traffic: LaneTraffic,
+        device_type: str,
     ) -> None:
-        self.parallel_dims, self.place, self.groups = parallel_dims, place, groups
+        self.parallel_dims, self.coordinate, self.comms = parallel_dims, coordinate, comms
         self.traffic = traffic
         self.size = parallel_dims.sp * parallel_dims.cp
-        # Rows over cp are cut in two slices a rank, which sp cuts again.
-        self.granule = parallel_dims.sp if parallel_dims.cp == 1 else parallel_dims.cp * math.lcm(2, parallel_dims.sp)
-        self._sp, self._cp, self._dp = place.sp, place.cp, place.dp
-        self._turns = Interleaver(device_type)
-        self._order: SingleRank | Interleaver = self._turns if parallel_dims.sp > 1 else SingleRank()
-        self._ulysses = None if groups.sp is None else Ulysses(groups.sp, self._turns)
-        self.gather: KeyValueGather | None = None if groups.cp is None else Gather(groups.cp)
-        self._sequence = groups.sequence
+        # Each cp rank has two slices of a chunk (zigzag), and sp divides each of them again.
+        self.chunk_multiple = (
+            parallel_dims.sp if parallel_dims.cp == 1 else parallel_dims.cp * math.lcm(2, parallel_dims.sp)
+        )
+        self.seed_offset = (coordinate.dp * parallel_dims.cp + coordinate.cp) * parallel_dims.sp + coordinate.sp
+        self.kv_gather: KeyValueGather | None = None if comms.cp is None else PackedKeyValueGather(comms.cp)
+        self.name = f"cp{coordinate.cp}of{parallel_dims.cp}-sp{coordinate.sp}of{parallel_dims.sp}"
+        self._interleaver = Interleaver(device_type)
+        self._ulysses = None if comms.sp is None else Ulysses(comms.sp, self._interleaver)
 
     @property
-    def salt(self) -> int:
-        """See `Ranks.salt`."""
-        return (self._dp * self.parallel_dims.cp + self._cp) * self.parallel_dims.sp + self._sp
-
-    @property
-    def name(self) -> str:
-        """See `Ranks.name`."""
-        place, parallel_dims = self.place, self.parallel_dims
-        return f"cp{place.cp}of{parallel_dims.cp}-sp{place.sp}of{parallel_dims.sp}"
-
-    @property
-    def together(self) -> ReplicatedRanks:
-        """See `Ranks.together`."""
+    @override
+    def replicated(self) -> ReplicatedRanks:
         return ReplicatedRanks(self)
 
-    def own(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.own`."""
-        return zigzag(chunk, self._cp, self.parallel_dims.cp, self._sp, self.parallel_dims.sp)
+    @override
+    def local_tokens(self, chunk: Chunk) -> Chunk:
+        here, dims = self.coordinate, self.parallel_dims
+        return zigzag(chunk, here.cp, dims.cp, here.sp, dims.sp)
 
-    def rows(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.rows`."""
-        return Chunk(chunk.index, chunk.start // self.parallel_dims.cp, chunk.stop // self.parallel_dims.cp)
+    @override
+    def query_rows(self, chunk: Chunk) -> Chunk:
+        cp = self.parallel_dims.cp
+        return Chunk(chunk.index, chunk.start // cp, chunk.stop // cp)
 
+    @override
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See `Ranks.to_heads`."""
         return tensors if self._ulysses is None else self._ulysses.to_heads(*tensors)
 
-    def start_to_tokens(self, o: Tensor) -> PendingTensors | None:
-        """See `Ranks.start_to_tokens`."""
+    @override
+    def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
         return None if self._ulysses is None else self._ulysses.start_output(o)
 
-    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
-        """See `Ranks.to_tokens`."""
-        return o if self._ulysses is None else self._ulysses.to_tokens(o, coming)
+    @override
+    def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
+        return o if self._ulysses is None else self._ulysses.to_tokens(o, pending)
 
-    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
-        """See `Ranks.side_by_side`."""
-        self._order.side_by_side(calls)
+    # Without sp nothing is exchanged in the middle of a layer: interleaved calls would only hold a second chunk.
 
-    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """See `Ranks.ahead`."""
-        return self._order.ahead(calls)
-
-    def own_heads(self, x: Tensor) -> Tensor:
-        """See `Ranks.own_heads`."""
+    @override
+    def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
         if self._ulysses is None:
-            return x
-        own = self._ulysses.num_heads(x.shape[1])
-        return x[:, :1].expand(-1, own, -1, -1)
+            super().interleave(calls)
+        else:
+            self._interleaver.interleave(calls)
 
+    @override
+    def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        return super().pipeline(calls) if self._ulysses is None else self._interleaver.pipeline(calls)
+
+    @override
+    def local_heads(self, x: Tensor) -> Tensor:
+        return x if self._ulysses is None else x[:, :1].expand(-1, self._ulysses.num_heads(x.shape[1]), -1, -1)
+
+    @override
     def head_range(self, num_heads: int) -> slice:
-        """See `Ranks.head_range`."""
-        own = num_heads // self.parallel_dims.sp
-        return slice(self._sp * own, (self._sp + 1) * own)
+        local = num_heads // self.parallel_dims.sp
+        return slice(self.coordinate.sp * local, (self.coordinate.sp + 1) * local)
 
-    def whole(self, x_BCE: Tensor) -> Tensor:
-        """See `Ranks.whole`."""
-        if self._sequence is None:
+    @override
+    def gather_tokens(self, x_BCE: Tensor) -> Tensor:
+        if self.comms.sequence is None:
             return x_BCE
-        parts = self._sequence.all_gather(x_BCE.contiguous()).wait()
+        parts = self.comms.sequence.all_gather(x_BCE.contiguous()).wait()
         sp, cp = self.parallel_dims.sp, self.parallel_dims.cp
         chunk = Chunk(0, 0, self.size * x_BCE.shape[1])
         out = x_BCE.new_empty(x_BCE.shape[0], len(chunk), *x_BCE.shape[2:])
@@ -134,10 +135,64 @@ class SharedSequence:
                 out[:, start:stop] = piece
         return out
 
-    def total(self, x: Tensor) -> Tensor:
-        """See `Ranks.total`."""
-        return x if self._sequence is None else self._sequence.all_reduce(x)
+    @override
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if self.comms.sequence is None else self.comms.sequence.all_reduce(x)
 
-    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ranks.merged`: here every rank has gathered all keys."""
+    # `merge_attention` is inherited: `kv_gather` has brought all keys to every rank.
+
+
+class ReplicatedRanks(SingleRank):
+    """The ranks of a sequence while they decode: every rank computes all new tokens, attention alone is divided.
+
+    A decoded token is too small to divide. So every rank runs the layers on all new tokens, and attends with its own
+    heads (`sp`) to its own part of the cached keys (`cp`), which stay in place. The ranks exchange the outputs of the
+    new tokens with their log-sum-exp, whatever the length of the context.
+
+    Args:
+        sharded: the same ranks for long inputs, which they divide.
+    """
+
+    def __init__(self, sharded: SequenceParallelRanks) -> None:
+        self._sharded = sharded
+        self.seed_offset = sharded.seed_offset
+        self.traffic = sharded.traffic
+
+    @override
+    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        size, rank = self._sharded.parallel_dims.sp, self._sharded.coordinate.sp
+        return tuple(heads_of_rank(x, rank, size) for x in tensors)
+
+    @override
+    def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
+        comm = self._sharded.comms.sp
+        return o if comm is None else torch.cat(list(comm.all_gather(o.contiguous()).wait()), dim=1)
+
+    @override
+    def local_heads(self, x: Tensor) -> Tensor:
+        return self._sharded.local_heads(x)
+
+    @override
+    def head_range(self, num_heads: int) -> slice:
+        return self._sharded.head_range(num_heads)
+
+    @override
+    def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        comm = self._sharded.comms.cp
+        if comm is None:
+            return o, lse
+        packed = torch.cat([o.to(lse.dtype), lse[..., None]], -1).contiguous()
+        # All ranks merge in rank order, so that they round alike. Rank 0 always has keys: its lse is finite.
+        first, *others = comm.all_gather(packed).wait()
+        o, lse = first[..., :-1].contiguous(), first[..., -1]
+        for other in others:
+            o, lse = merge_(o, lse, other[..., :-1], other[..., -1])
         return o, lse
+
+
+def heads_of_rank(x: Tensor, rank: int, size: int) -> Tensor:
+    """Return a rank's heads of (B, heads, T, D), repeated if there are fewer than ranks, as `Ulysses.to_heads` does."""
+    copies = math.lcm(x.shape[1], size) // x.shape[1]
+    x = x.repeat_interleave(copies, dim=1) if copies > 1 else x
+    local = x.shape[1] // size
+    return x[:, rank * local : (rank + 1) * local]

@@ -31,7 +31,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
     if settings.get("state_dict") is not None:
         write(self, save_directory, *args, **settings)
         return
-    with failure.guarded():
+    with failure.guard():
         settings["state_dict"] = whole_state_dict(self)
         if dist.get_rank() == 0:
             write(self, save_directory, *args, **settings)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.distributed.comm import Collectives, PendingTensor, cut_rows, join_rows
+from trunkline.attention.kv_gather import Pending
+from trunkline.distributed.comm import Collectives, join_rows, split_rows
 from trunkline.distributed.interleave import Interleaver
-from trunkline.engine.ranks import PendingTensors
 
 
 class Ulysses:
@@ -44,7 +44,7 @@ class Ulysses:
         given: tuple[Tensor, ...] = _ToHeads.apply(self, coming, *tensors)  # type: ignore[no-untyped-call]
         return given
 
-    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
+    def to_tokens(self, o: Tensor, coming: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
         """An output (B, own heads, size * T, D) to (B, heads, T, D) of this rank's tokens; it may be under way."""
         if coming is None:
             coming = self.start_output(o.detach())
@@ -83,11 +83,11 @@ class Ulysses:
         for x in tensors:
             dtype = torch.promote_types(dtype, x.dtype)
             batch, own, length, dim = x.shape
-            parts.append(cut_rows(x, size))
+            parts.append(split_rows(x, size))
             shapes.append((size, batch, own, length // size, dim))
         return Tokens(self._exchange(parts, dtype), shapes, heads, [x.dtype for x in tensors])
 
-    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> PendingTensor:
+    def _exchange(self, parts: list[Tensor], dtype: torch.dtype) -> Pending[Tensor]:
         """One all-to-all for all of them, each (size, n), side by side."""
         packed = torch.cat([x.to(dtype) for x in parts], 1) if len(parts) > 1 else parts[0].to(dtype).contiguous()
         return self.comm.all_to_all(packed)
@@ -97,7 +97,7 @@ class Ulysses:
 class Heads:
     """Tensors of a rank's heads on their way."""
 
-    pending: PendingTensor
+    pending: Pending[Tensor]
     shapes: Sequence[tuple[int, ...]]  # of a rank's part
     dtypes: list[torch.dtype]
 
@@ -112,7 +112,7 @@ class Heads:
 class Tokens:
     """Tensors of a rank's tokens on their way."""
 
-    pending: PendingTensor
+    pending: Pending[Tensor]
     shapes: Sequence[tuple[int, ...]]  # (size, B, own heads, T, D)
     heads: tuple[int, ...]  # without copies
     dtypes: list[torch.dtype]
@@ -153,7 +153,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, coming: PendingTensors, o: Tensor) -> Tensor:
+    def forward(ctx: Any, ulysses: Ulysses, coming: Pending[tuple[Tensor, ...]], o: Tensor) -> Tensor:
         ctx.ulysses = ulysses
         return coming.wait()[0]
 

@@ -71,7 +71,7 @@ def _first_half(run: StepState, layer: int, core: HeadGroupsCore) -> None:
             run.dy.stash(i, dy.next() + dx_BCE)
         run.sums.add(parameters, grads)
 
-    replays = run.ranks.ahead(partial(replay, i) for i in run.descending)
+    replays = run.ranks.pipeline(partial(replay, i) for i in run.descending)
     for i in run.descending:
         finish(i, *next(replays))
     inputs.done()

@@ -1,8 +1,8 @@
-"""What the engine knows of the ranks that share a sequence: which tokens are its own, and three exchanges.
+"""Interface between the engine and the ranks that share a sequence.
 
-The tokens of a chunk are cut evenly over the ranks of a group. Attention is cut otherwise: by heads over some ranks,
-and by query rows over others (`trunkline.distributed`; the paper's section 3.2 and DeepSpeed Ulysses the first).
-`SingleRank` is the group of one, where nothing is cut and nothing exchanged.
+The tokens of a chunk are divided evenly over the ranks of a group. Attention is divided in two other ways: by heads
+over the `sp` axis (DeepSpeed Ulysses), by query rows over the `cp` axis. `trunkline.distributed` implements both;
+`SingleRank` is the trivial group of one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
+from typing_extensions import override
 
-from trunkline.attention.kv_gather import KeyValueGather
+from trunkline.attention.kv_gather import KeyValueGather, Pending
 from trunkline.chunking import Chunk
 from trunkline.engine.batch import Batch
 from trunkline.offload.lanes.base import LaneTraffic
@@ -24,225 +25,234 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the ranks of a job agreed upon before a forward.
+    """Values that all ranks of a replica use in one forward.
 
     Attributes:
-        seed: of the random states of the group's forward.
-        num_targets: target tokens of all replicas, 0-dim, at least 1; None where there is one replica.
+        seed: base seed of the random states.
+        num_targets: number of target tokens in the batches of all replicas, 0-dim, at least 1; None with one replica.
     """
 
     seed: int
     num_targets: Tensor | None = None
 
 
-class PendingTensors(Protocol):
-    """Tensors on their way."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Them, once compute may use them."""
-        ...
-
-
 class Ranks(Protocol):
-    """The ranks that share a sequence, seen from one of them."""
+    """Ranks that share a sequence, seen from one of them."""
 
     @property
     def size(self) -> int:
-        """Ranks that the tokens of a chunk are cut over."""
+        """Number of ranks that the tokens of a chunk are divided over."""
         ...
 
     @property
-    def granule(self) -> int:
-        """Tokens that divide a chunk which can be cut evenly."""
+    def chunk_multiple(self) -> int:
+        """Number of tokens of which the length of every chunk is a multiple."""
         ...
 
     @property
-    def salt(self) -> int:
-        """A number that ranks with other tokens do not have, and ranks with the same tokens do."""
+    def seed_offset(self) -> int:
+        """Number that differs between ranks with different tokens, and is equal on ranks with the same tokens (tp)."""
         ...
 
     @property
     def name(self) -> str:
-        """Of this rank in its mesh, the same for none in another; empty for one alone."""
+        """Mesh coordinate, such as `sp1of4`; empty without a mesh."""
         ...
 
     @property
-    def gather(self) -> KeyValueGather | None:
-        """Of keys and values whose query rows are cut over ranks; None where they are not."""
+    def kv_gather(self) -> KeyValueGather | None:
+        """Gather of keys and values over `cp`; None if query rows are not divided."""
         ...
 
     @property
     def traffic(self) -> LaneTraffic | None:
-        """What was exchanged; None where there is nobody to exchange with."""
+        """Counters of the `comm` lane; None on a single rank."""
         ...
 
     @property
-    def together(self) -> Ranks:
-        """The same ranks where they read a few tokens, each all of them."""
+    def replicated(self) -> Ranks:
+        """The same ranks for a few tokens (decoding): every rank computes all tokens, attention alone is divided."""
         ...
 
-    def own(self, chunk: Chunk) -> Chunk:
-        """The tokens of a chunk that this rank computes."""
+    def local_tokens(self, chunk: Chunk) -> Chunk:
+        """Return the tokens of a chunk that this rank computes outside attention."""
         ...
 
-    def rows(self, chunk: Chunk) -> Chunk:
-        """The rows that attention of a chunk has on this rank, in their own numbering."""
+    def query_rows(self, chunk: Chunk) -> Chunk:
+        """Return the query rows of a chunk that this rank computes in attention, numbered from 0 on this rank."""
         ...
 
-    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        """Make sure that all ranks were given the same, before the first sweep.
+    def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
+        """Compare the inputs of all ranks before the first sweep, so that no rank hangs in a collective later.
 
         Args:
-            read: checks what this rank was given, or raises a ValueError; gives it, and a text of how the model is
-                called, which must be the same on all ranks of the job.
-            seed: drawn by this rank.
+            read: checks this rank's inputs and returns the batch and a description of the call (labels, gradients,
+                settings); the description must be equal on all ranks of the job. It raises ValueError to refuse.
+            seed: a seed drawn by this rank; the first rank's is used.
 
         Returns:
-            What was given, and what all agreed upon.
+            The batch of `read`, and the values that all ranks share.
 
         Raises:
-            ValueError: what was given is refused, on this rank or another, or differs; on all ranks.
+            ValueError: a rank refused its inputs, or the inputs differ. All ranks raise.
         """
         ...
 
-    def require_same(self, what: object, name: str) -> None:
-        """Make sure that all ranks of the group decided alike.
+    def require_same(self, value: object, name: str) -> None:
+        """Check that a decision (compared by its repr) is equal on all ranks that share a sequence.
 
         Raises:
-            ValueError: they did not; on all ranks.
+            ValueError: it differs. All ranks raise.
         """
         ...
 
     def require_same_weights(self, model: nn.Module) -> None:
-        """Make sure that all ranks hold the same weights, where each holds all of them.
+        """Check that all ranks hold the same weights. Sharded models are not checked again.
 
         Raises:
-            ValueError: they do not; on all ranks.
+            ValueError: they differ. All ranks raise.
         """
         ...
 
-    def guarded(self) -> contextlib.AbstractContextManager[None]:
-        """Run a sweep: an error of this rank reaches the others, and theirs this one."""
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Run a sweep in this context: an error on one rank stops all ranks, with its reason."""
         ...
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys or values (B, heads, own tokens, D) to (B, own heads, rows, D); differentiable."""
+        """Exchange q, k or v (B, heads, local tokens, D) for (B, local heads, rows, D); differentiable."""
         ...
 
-    def start_to_tokens(self, o: Tensor) -> PendingTensors | None:
-        """`to_tokens` of an output that is known before its node is there: under way, for `to_tokens` to take."""
+    def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
+        """Start `to_tokens` early, for an output that is known before the graph reaches it; None if nothing moves."""
         ...
 
-    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
-        """Outputs (B, own heads, rows, D) to (B, heads, own tokens, D); differentiable."""
+    def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
+        """Exchange an output (B, local heads, rows, D) for (B, heads, local tokens, D); differentiable.
+
+        Args:
+            o: the output; its values are not read if `pending` is given.
+            pending: result of `start_to_tokens`.
+        """
         ...
 
-    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Make calls, one after another; while one waits in an exchange above, the next goes on."""
+    def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
+        """Run calls in order; while one waits for an exchange, the next one runs."""
         ...
 
-    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """What calls return, in their order; while that is differentiated, its exchanges let the next call go on."""
+    def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """Yield the results of calls in order; exchanges in the backward of one result let the next call run."""
         ...
 
-    def own_heads(self, x: Tensor) -> Tensor:
-        """As many heads of (B, heads, C, D) as this rank has in attention."""
+    def local_heads(self, x: Tensor) -> Tensor:
+        """Return (B, local heads, T, D) of (B, heads, T, D). The engine reads its shape alone."""
         ...
 
     def head_range(self, num_heads: int) -> slice:
-        """Which of so many query heads this rank has in attention."""
+        """Return the query heads of this rank in attention, out of `num_heads`."""
         ...
 
-    def whole(self, x_BCE: Tensor) -> Tensor:
-        """All tokens of a chunk, from every rank's own."""
+    def gather_tokens(self, x_BCE: Tensor) -> Tensor:
+        """Return all tokens of a chunk (B, size * C, E), in order, from the local tokens of every rank."""
         ...
 
-    def total(self, x: Tensor) -> Tensor:
-        """The sum over ranks."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks; `x` is unchanged."""
         ...
 
-    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention over the keys of all ranks, from an output and log-sum-exp over each rank's own."""
+    def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge attention over the keys of each rank into attention over all keys.
+
+        Args:
+            o: output over this rank's keys, (B, H, T, D).
+            lse: its log-sum-exp (B, H, T); -inf on a rank without keys.
+
+        Returns:
+            Output and log-sum-exp over the keys of all ranks.
+        """
         ...
 
 
-class SingleRank:
-    """A rank with a sequence of its own."""
+class SingleRank(Ranks):
+    """A single rank, which holds the whole sequence: nothing is divided, nothing exchanged."""
 
-    size = granule = 1
-    salt = 0
+    size = 1
+    chunk_multiple = 1
+    seed_offset = 0
     name = ""
-    gather = None
+    kv_gather: KeyValueGather | None = None
     traffic: LaneTraffic | None = None
 
     @property
-    def together(self) -> Ranks:
-        """See `Ranks.together`."""
+    @override
+    def replicated(self) -> Ranks:
         return self
 
-    def own(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.own`."""
+    @override
+    def local_tokens(self, chunk: Chunk) -> Chunk:
         return chunk
 
-    def rows(self, chunk: Chunk) -> Chunk:
-        """See `Ranks.rows`."""
+    @override
+    def query_rows(self, chunk: Chunk) -> Chunk:
         return chunk
 
-    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        """See `Ranks.begin`."""
+    @override
+    def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
         return read()[0], Agreement(seed)
 
-    def require_same(self, what: object, name: str) -> None:
-        """See `Ranks.require_same`."""
+    @override
+    def require_same(self, value: object, name: str) -> None:
+        pass
 
+    @override
     def require_same_weights(self, model: nn.Module) -> None:
-        """See `Ranks.require_same_weights`."""
+        pass
 
-    def guarded(self) -> contextlib.AbstractContextManager[None]:
-        """See `Ranks.guarded`."""
+    @override
+    def guard(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    @override
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """See `Ranks.to_heads`."""
         return tensors
 
-    def start_to_tokens(self, o: Tensor) -> None:
-        """See `Ranks.start_to_tokens`."""
+    @override
+    def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
+        return None
 
-    def to_tokens(self, o: Tensor, coming: PendingTensors | None = None) -> Tensor:
-        """See `Ranks.to_tokens`."""
+    @override
+    def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
         return o
 
-    def side_by_side(self, calls: Iterable[Callable[[], None]]) -> None:
-        """See `Ranks.side_by_side`."""
+    @override
+    def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
         for call in calls:
             call()
 
-    def ahead(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """See `Ranks.ahead`."""
+    @override
+    def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         return (call() for call in calls)
 
-    def own_heads(self, x: Tensor) -> Tensor:
-        """See `Ranks.own_heads`."""
+    @override
+    def local_heads(self, x: Tensor) -> Tensor:
         return x
 
+    @override
     def head_range(self, num_heads: int) -> slice:
-        """See `Ranks.head_range`."""
         return slice(0, num_heads)
 
-    def whole(self, x_BCE: Tensor) -> Tensor:
-        """See `Ranks.whole`."""
+    @override
+    def gather_tokens(self, x_BCE: Tensor) -> Tensor:
         return x_BCE
 
-    def total(self, x: Tensor) -> Tensor:
-        """See `Ranks.total`."""
+    @override
+    def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def merged(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Ranks.merged`."""
+    @override
+    def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return o, lse
 
 
-def padded_length(seq_len: int, granule: int) -> int:
-    """Tokens of a sequence with what it takes to cut it evenly: at the end, where nobody attends to it."""
-    return -(-seq_len // granule) * granule
+def padded_length(seq_len: int, multiple: int) -> int:
+    """Round a number of tokens up to a multiple. Padding goes to the end, where causal attention never sees it."""
+    return -(-seq_len // multiple) * multiple

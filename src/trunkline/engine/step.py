@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from trunkline.attention.core import Core, schedule_of
 from trunkline.attention.head_groups import HeadGroupsCore
+from trunkline.attention.kv_gather import Pending
 from trunkline.attention.mask import AttentionSpan, RowMask
 from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
@@ -20,7 +21,7 @@ from trunkline.engine.batch import Batch
 from trunkline.engine.decoder import Decoder
 from trunkline.engine.grads import GradientSums
 from trunkline.engine.memory_layout import INNER, MemoryLayout
-from trunkline.engine.ranks import PendingTensors, Ranks
+from trunkline.engine.ranks import Ranks
 from trunkline.engine.replay import ReplayContext
 from trunkline.offload.chunked_sequence import ChunkedSequence
 from trunkline.offload.stores import Stores
@@ -79,13 +80,13 @@ class StepState:
 
     def live_chunks(self, layer: int) -> int:
         """Chunks whose keys and values are held at a time while a layer is under way."""
-        return schedule_of(self.rows, self.sight(layer), self.ranks.gather).num_live_chunks
+        return schedule_of(self.rows, self.sight(layer), self.ranks.kv_gather).num_live_chunks
 
     def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
         """A core for a layer, whose outputs, or keys and values, are kept."""
         layout = self.layout
         common = {"kernel": self.config.attn_kernel, "keep_attention": "attention" in keep, "stores": self.stores,
-                  "gather": self.ranks.gather, "row_masks": self.sight(layer)}  # fmt: skip
+                  "gather": self.ranks.kv_gather, "row_masks": self.sight(layer)}  # fmt: skip
         if self.head_groups > 1:
             return HeadGroupsCore(self.rows, store_names=layout.by_groups(layer), inner_names=INNER, **common)  # type: ignore[arg-type]
         return Core(self.rows, store_names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ class StepState:
         def one(chunk: Chunk) -> None:
             work(chunk, inputs.next())
 
-        self.ranks.side_by_side(partial(one, chunk) for chunk in chunks)
+        self.ranks.interleave(partial(one, chunk) for chunk in chunks)
         inputs.done()
 
     def apply(
@@ -140,7 +141,7 @@ class StepState:
         self.replay.seed(layer, chunk.index)
         return self.decoder.layer(layer, x_BCE, self.batch, chunk, attend)
 
-    def _send(self, known: Callable[[Chunk], Tensor | None] | None, rows: Chunk) -> list[PendingTensors]:
+    def _send(self, known: Callable[[Chunk], Tensor | None] | None, rows: Chunk) -> list[Pending[tuple[Tensor, ...]]]:
         o = None if known is None else known(rows)
         coming = None if o is None else self.ranks.start_to_tokens(o)
         return [] if coming is None else [coming]

@@ -89,7 +89,7 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
             dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         run.sums.add(parameters, grads)
 
-    replays = run.ranks.ahead(partial(replay, i) for i in run.descending)
+    replays = run.ranks.pipeline(partial(replay, i) for i in run.descending)
     for i, dy_BCE in zip(run.descending, dy.read(run.descending, take=True), strict=True):
         finish(i, dy_BCE, *next(replays))
     inputs.done()
@@ -179,7 +179,7 @@ def bytes_per_token_of(run: StepState, x_BCE: Tensor, token: Chunk) -> BytesPerT
         with run.decoder.unsharded(layer):
             hidden = max(hidden, run.decoder.layer(layer, x_BCE, run.batch.first_row, token, attend).nbytes)
         *tensors, scoring = calls[0]
-        q, k, v = (run.ranks.own_heads(x) for x in tensors)
+        q, k, v = (run.ranks.local_heads(x) for x in tensors)
         layers.append(BytesPerToken.of_attention(q, k, v, run.config.attn_kernel, scoring.softcap))
         num_kv_heads = math.gcd(num_kv_heads, k.shape[1])
     return BytesPerToken(hidden, layers, num_kv_heads)
@@ -213,8 +213,8 @@ def begin(
     other_parameters = [p for p in decoder.other_parameters if p.requires_grad]
     differentiate = torch.is_grad_enabled() and batch.targets is not None
     differentiate = differentiate and bool(other_parameters or any(layer_parameters))
-    chunks = split(*(padded_length(n, ranks.granule) for n in (batch.seq_len, config.chunk_tokens(device))))
-    own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
+    chunks = split(*(padded_length(n, ranks.chunk_multiple) for n in (batch.seq_len, config.chunk_tokens(device))))
+    own, rows = [ranks.local_tokens(chunk) for chunk in chunks], [ranks.query_rows(chunk) for chunk in chunks]
     everything = [*decoder.other_parameters, *(p for layer in decoder.layer_parameters for p in layer)]
     reread = [*everything, batch.input_ids_BS, batch.position_ids] if differentiate else []
     watched = [(x, x._version) for x in reread if x is not None]
@@ -251,7 +251,7 @@ def last_logits(run: StepState, count: int) -> Tensor:
     ends = list(itertools.accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
     wanted = [i for i, end in enumerate(ends) if end > run.batch.seq_len - count]
     with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
-        tail = torch.cat([run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
+        tail = torch.cat([run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
         run.stores.close()
         padding = ends[-1] - run.batch.seq_len
         tail = tail[:, tail.shape[1] - padding - count : tail.shape[1] - padding]
@@ -293,7 +293,7 @@ def loss(run: StepState, *, differentiate: bool) -> Tensor:
         run.stores.settle_all()
         if not differentiate:
             run.stores.close()
-        value = (run.ranks.total(total) / batch.num_targets).to(dtype)
+        value = (run.ranks.all_reduce(total) / batch.num_targets).to(dtype)
     if not differentiate:
         return value
     anchor = torch.zeros((), requires_grad=True)
@@ -317,7 +317,7 @@ def scores(run: StepState) -> Tensor:
             tiles = head.cut([chunk], tile_tokens)
             before = partial(run.report, "head", -1, chunk.index, len(run.chunks))
             own = head.scores(decoder.head, x_BCE, batch.targets_of(chunk), tiles, before_tile=before)
-            found.append(run.ranks.whole(own.permute(1, 2, 0)))
+            found.append(run.ranks.gather_tokens(own.permute(1, 2, 0)))
         run.stores.close()
     return torch.cat(found, dim=1)[:, : batch.seq_len].permute(2, 0, 1)
 
@@ -381,6 +381,6 @@ class _StreamedLoss(torch.autograd.Function):
                 "Trying to backward through a streamed forward a second time: what it kept is freed in the first "
                 "backward, with retain_graph=True too. Run the forward again."
             )
-        with run.ranks.guarded():
+        with run.ranks.guard():
             backward(run, grad_output)
         return None, None, None

@@ -164,7 +164,7 @@ class CacheForward:
     ) -> None:
         self.links, self.writer, self.offset, self.chunks, self.row_masks = links, writer, offset, chunks, sights
         self.batch, self.kernel, self.ranks, self.part = batch, kernel, ranks, part
-        gather = ranks.gather
+        gather = ranks.kv_gather
         self.size, self.rank = (1, 0) if gather is None else (gather.size, gather.rank)
         layers = range(len(sights))
         order = [(i, chunk) for chunk in chunks for i in layers] if by_chunk else itertools.product(layers, chunks)
@@ -206,7 +206,7 @@ class CachedCore:
         self._extension, self._layer = extension, layer
         self._sight = extension.row_masks[layer]
         self._kernel: Kernel | None = None
-        gather = extension.ranks.gather
+        gather = extension.ranks.kv_gather
         self._gathered = None if gather is None else GatheredSpans(gather)
         # Of gathered pieces, by the place of their first token: where their tokens end, and whose rows they are.
         self._ends: dict[int, tuple[int, tuple[int, ...] | None]] = {}
@@ -241,7 +241,7 @@ class CachedCore:
         for each in merged if some else ():
             if each.is_empty:
                 each.add((0, 0), *_nothing(len(q) // len(merged), q, v, dtype))
-        o, lse = extension.ranks.merged(*joined_rows([each.result(some=some) for each in merged]))
+        o, lse = extension.ranks.merge_attention(*joined_rows([each.result(some=some) for each in merged]))
         if scoring.sinks is not None:
             o, _ = with_sinks(o, lse, scoring.sinks)
         if chunk.index + 1 < len(extension.chunks):

@@ -84,10 +84,10 @@ def extend(
     in_place = count <= cache.capacity
     chunks = [Chunk(0, 0, count)]
     if in_place:
-        ranks = ranks.together
+        ranks = ranks.replicated
     else:
-        chunks = split(padded_length(count, ranks.granule), config.chunk_tokens(new.batch.input_ids_BS.device))
-    own, rows = [ranks.own(chunk) for chunk in chunks], [ranks.rows(chunk) for chunk in chunks]
+        chunks = split(padded_length(count, ranks.chunk_multiple), config.chunk_tokens(new.batch.input_ids_BS.device))
+    own, rows = [ranks.local_tokens(chunk) for chunk in chunks], [ranks.query_rows(chunk) for chunk in chunks]
     run = StepState(decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], reaches, Stores(tiers))
     total = cache.length + count
     found = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
@@ -139,7 +139,7 @@ def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
                 with run.decoder.unsharded(layer, following=following):
                     x_BCE = run.apply(layer, x_BCE, chunk, cores[layer].forward, None)
         if _is_wanted(run, chunk, keep):
-            found.append(run.ranks.whole(x_BCE))
+            found.append(run.ranks.gather_tokens(x_BCE))
     return _last(run, found, keep)
 
 
@@ -153,7 +153,7 @@ def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
             run.for_each_chunk(layer, partial(_chunk_of_layer, run, layer, extension.core(layer), outputs), take=True)
         run.inputs.append(outputs)
     wanted = [chunk.index for chunk in run.chunks if _is_wanted(run, chunk, keep)]
-    found = [run.ranks.whole(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]
+    found = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]
     run.inputs[-1].clear()
     return _last(run, found, keep)
 

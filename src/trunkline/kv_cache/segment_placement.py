@@ -66,7 +66,7 @@ def new_stretch(run: StepState, cache: StreamedCache, sights: Sequence[Sequence[
 
 def _places(run: StepState, offset: int) -> list[Range]:
     """(start, stop) of each chunk's tokens in the sequence, on whichever rank, without padding."""
-    size = 1 if run.ranks.gather is None else run.ranks.gather.size
+    size = 1 if run.ranks.kv_gather is None else run.ranks.kv_gather.size
     bounds = [(chunk.start * size, min(chunk.stop * size, run.batch.seq_len)) for chunk in run.rows]
     return [(offset + start, offset + max(start, stop)) for start, stop in bounds]
 
@@ -77,7 +77,7 @@ def _most_held(run: StepState, places: list[Range], sight: Sequence[RowMask], sp
     met = [next(i for i, (_, stop) in enumerate(places) if stop > max(first, places[0][0])) for first in firsts]
     most = max(i - first + 1 for i, first in enumerate(met))
     # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
-    return min(most + (run.ranks.gather is not None), len(places))
+    return min(most + (run.ranks.kv_gather is not None), len(places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class Estimator:
             self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
         )
         decoder = layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
-        with self._observed.watching(), self._ranks.guarded():
+        with self._observed.watching(), self._ranks.guard():
             with decoder.unsharded(None):
                 run, differentiate = self._begin(decoder, batch, seed, reaches)
                 sweeps.forward(run, differentiate=differentiate)
@@ -346,7 +346,7 @@ def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
         ValueError: with the nearest name.
     """
     if parallel_dims is not None and not isinstance(parallel_dims, ParallelDims):
-        raise ValueError(f"degrees={parallel_dims!r}: give trunkline.ParallelDims(sp=8), for example.")
+        raise ValueError(f"parallel_dims={parallel_dims!r}: give trunkline.ParallelDims(sp=8), for example.")
     if "mesh" in settings:
         raise ValueError(
             "mesh: an estimate has no ranks: give parallel_dims=ParallelDims(sp=8), for example, in its place."

@@ -201,7 +201,7 @@ class Planner:
         """
         task, choice, hardware = plan.task, plan.choice, self._machine.hardware
         common: dict[str, Any] = {
-            "batch_size": max(task.batch_size // choice.parallel_dims.dp, 1), "degrees": choice.parallel_dims,
+            "batch_size": max(task.batch_size // choice.parallel_dims.dp, 1), "parallel_dims": choice.parallel_dims,
             "spread": choice.sharding_spec, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
         }  # fmt: skip
         capacity = capacity_of(hardware, self._machine.devices)
@@ -299,7 +299,7 @@ class Planner:
         return {
             "device": hardware.device_type,
             "hardware": hardware if timed else None,
-            "degrees": choice.parallel_dims,
+            "parallel_dims": choice.parallel_dims,
             "spread": choice.sharding_spec,
             "settings": settings,
         }

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
+from typing_extensions import override
 
+from trunkline.attention.kv_gather import Pending
+from trunkline.distributed.comm import Collectives
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.distributed.sequence_parallel import Groups, Place, SharedSequence
-from trunkline.engine.batch import Batch
-from trunkline.engine.ranks import Agreement
+from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.offload.lanes.base import LaneTraffic
 from trunkline.offload.lanes.sim_clock import Clock, Job
 from trunkline.plan.hardware import Collective, Hardware, NoFigures
@@ -70,7 +70,7 @@ def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -
 
 
 @dataclass(slots=True)
-class SimulatedPending:
+class SimulatedPending(Pending[Tensor]):
     """A tensor on its way."""
 
     tensor: Tensor
@@ -78,15 +78,15 @@ class SimulatedPending:
     job: Job | None
     wire: Wire
 
+    @override
     def wait(self) -> Tensor:
-        """See `PendingTensor.wait`."""
         self.wire.wait(self.job)
         self.sent = self.job = None
         return self.tensor
 
 
-class SimulatedComm:
-    """See `trunkline.distributed.comm.Collectives`; seen from the first rank.
+class SimulatedComm(Collectives):
+    """Collectives of simulated ranks, seen from the first one.
 
     Args:
         wire: of the ranks.
@@ -99,22 +99,22 @@ class SimulatedComm:
         self.size = wire.size
         self._wire, self._traffic = wire, traffic
 
+    @override
     def all_to_all(self, parts: Tensor) -> SimulatedPending:
-        """See `Collectives.all_to_all`."""
         return self._pending(parts.new_empty(parts.shape), parts, parts.nbytes * (self.size - 1) // self.size, "heads")
 
+    @override
     def all_gather(self, part: Tensor) -> SimulatedPending:
-        """See `Collectives.all_gather`."""
         return self._pending(part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1), "gather")
 
+    @override
     def reduce_scatter(self, parts: Tensor) -> SimulatedPending:
-        """See `Collectives.reduce_scatter`."""
         return self._pending(
             parts.new_empty(parts.shape[1:]), parts, parts.nbytes * (self.size - 1) // self.size, "scatter"
         )
 
+    @override
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collectives.all_reduce`."""
         return self._pending(x.clone(), x, 2 * x.nbytes * (self.size - 1) // self.size, "reduce").wait()
 
     def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> SimulatedPending:
@@ -122,13 +122,13 @@ class SimulatedComm:
         return SimulatedPending(out, sent, self._wire.send(nbytes, label), self._wire)
 
 
-class SimulatedRanks(SharedSequence):
-    """The ranks of a mesh that share a sequence, none of them there; see `trunkline.engine.ranks.Ranks`.
+class SimulatedRanks(SequenceParallelRanks):
+    """First of the ranks that share a sequence, none of which exists; all are taken to agree.
 
     Args:
-        parallel_dims: of the mesh.
-        hardware: they run on; None for one on which everything is over at once.
-        clock: of the first of them.
+        parallel_dims: degrees of the mesh.
+        hardware: hardware that they run on; None for collectives that take no time.
+        clock: clock of the first rank.
     """
 
     def __init__(self, parallel_dims: ParallelDims, hardware: Hardware | None, clock: Clock | None) -> None:
@@ -138,26 +138,9 @@ class SimulatedRanks(SharedSequence):
             return SimulatedComm(wire(size, span, hardware, clock), traffic) if size > 1 else None
 
         sp, cp, tp = parallel_dims.sp, parallel_dims.cp, parallel_dims.tp
-        groups = Groups(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))
-        super().__init__(parallel_dims, Place(), groups, traffic, "cpu")
+        comms = SequenceComms(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))
+        super().__init__(parallel_dims, MeshCoordinate(), comms, traffic, "cpu")
 
-    @property
-    def salt(self) -> int:
-        """See `Ranks.salt`."""
-        return 0
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """See `Ranks.guarded`."""
-        with self._turns.scope():
-            yield
-
-    def begin(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        """See `Ranks.begin`: nobody differs."""
-        return read()[0], Agreement(seed)
-
-    def require_same(self, what: object, name: str) -> None:
-        """See `Ranks.require_same`: they are."""
-
-    def require_same_weights(self, model: nn.Module) -> None:
-        """See `Ranks.require_same_weights`: they are."""
+    @override
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        return self._interleaver.scope()

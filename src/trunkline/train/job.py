@@ -120,7 +120,7 @@ class Job:
     def wait(self) -> None:
         """Until all are here."""
         if self.mesh is not None:
-            with failure.guarded():
+            with failure.guard():
                 dist.barrier()
 
     def leave(self) -> None:
@@ -140,7 +140,7 @@ class Job:
         """
         if self.mesh is None:
             return model, None
-        with failure.guarded():
+        with failure.guard():
             found = whole_state_dict(model)
         with torch.device("meta"):
             blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
@@ -154,7 +154,7 @@ def join(recipe: Recipe) -> Job:
     Raises:
         ValueError: `parallel` asks for several processes, and there is one; or does not make up their number.
     """
-    with failure.guarded():
+    with failure.guard():
         return _join(recipe)
 
 

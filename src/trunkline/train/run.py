@@ -65,7 +65,7 @@ def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog
         RankError: Another process of the run has failed.
     """
     job = job or Job()
-    with contextlib.nullcontext() if job.mesh is None else failure.guarded():
+    with contextlib.nullcontext() if job.mesh is None else failure.guard():
         return _train(recipe, display, job, log)
 
 
