@@ -133,7 +133,7 @@ def spikes(out: Path) -> Answer:
     blank, machine, length = model_of("gpt-30b"), machine_of(_A100, 16), M
     common: dict[str, Any] = {
         "parallel_dims": mesh_of(blank, machine),
-        "spread": sharding_spec_of(machine),
+        "sharding_spec": sharding_spec_of(machine),
         "optimizer": AdamW(),
     }
     task = task_of(blank, machine, length, ("attention",))

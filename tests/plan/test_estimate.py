@@ -158,7 +158,7 @@ def test_what_is_refused() -> None:
     refused("device_budget='lots'", device_budget="lots")
     refused(r"chunksize is no setting of stream\(\): did you mean chunk_size", chunksize=4)
     refused("mesh: a rehearsal has no ranks", mesh={"sp": 2})
-    refused("degrees={'sp': 2}: give trunkline.distributed.mesh.Degrees", parallel_dims={"sp": 2})
+    refused("parallel_dims={'sp': 2}: give trunkline.ParallelDims", parallel_dims={"sp": 2})
 
 
 def test_a_dtype_that_a_machine_is_not_known_for() -> None:

@@ -42,8 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         {"windows": True, "device_budget": "48KiB", "host_budget": "4MiB", "attn_strategy": "streamed"}, 9
     ),
     "ranks": ({"parallel_dims": ParallelDims(sp=2)}, 4),
-    "replicas": ({"parallel_dims": ParallelDims(dp=2), "spread": ShardingSpec(zero=2)}, 4),
-    "offloaded": ({"spread": ShardingSpec(offload=True)}, 4),
+    "replicas": ({"parallel_dims": ParallelDims(dp=2), "sharding_spec": ShardingSpec(zero=2)}, 4),
+    "offloaded": ({"sharding_spec": ShardingSpec(offload=True)}, 4),
 }  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_the_result_is_that_of_all_layers(name: str, calls: Counter[int]) -> Non
     assert some.peaks == every.peaks
     # Else it would say nothing of placements that differ from layer to layer.
     assert (some.peaks["host"] > 0) == ("host_budget" in CASES[name][0])
-    assert (some.peaks["disk"] > 0) == ("disk" in CASES[name][0])
+    assert (some.peaks["disk"] > 0) == ("offload_dir" in CASES[name][0])
     assert some.moved == every.moved
     assert some.memory == every.memory
     assert some.beyond_stores == every.beyond_stores

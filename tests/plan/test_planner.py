@@ -49,7 +49,7 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
 
     honest = Planner(BLANK, machine(40)).best(Task(32_768))
     assert honest.excess <= 0
-    monkeypatch.setattr("trunkline.plan.planner.rehearse", probe)
+    monkeypatch.setattr("trunkline.plan.planner.estimate", probe)
     tight = Planner(BLANK, machine(40)).best(Task(32_768))
     assert tight.excess <= 0
     assert 0 < tight.room.device <= honest.room.device + MIB

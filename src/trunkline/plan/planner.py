@@ -202,7 +202,7 @@ class Planner:
         task, choice, hardware = plan.task, plan.choice, self._machine.hardware
         common: dict[str, Any] = {
             "batch_size": max(task.batch_size // choice.parallel_dims.dp, 1), "parallel_dims": choice.parallel_dims,
-            "spread": choice.sharding_spec, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
+            "sharding_spec": choice.sharding_spec, "optimizer": task.optimizer, "micro_batches": task.micro_batches,
         }  # fmt: skip
         capacity = capacity_of(hardware, self._machine.devices)
         with self._cut(task):
@@ -300,7 +300,7 @@ class Planner:
             "device": hardware.device_type,
             "hardware": hardware if timed else None,
             "parallel_dims": choice.parallel_dims,
-            "spread": choice.sharding_spec,
+            "sharding_spec": choice.sharding_spec,
             "settings": settings,
         }
 
