@@ -16,14 +16,14 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan.choices import Machine, Task, meshes
+from trunkline.plan.search_space import Machine, Task, meshes
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.results import Estimate
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import AdamW
+from trunkline.plan.estimate import Estimate
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import AdamW
 from trunkline.train.presets import PRESETS
 
 K, M, GIB = 2**10, 2**20, 2**30

@@ -28,8 +28,8 @@ from _claims import (
 
 from trunkline.plan.estimate import estimate
 from trunkline.plan.planner import Planner
-from trunkline.plan.states import AdamW
-from trunkline.plan.timelines import before, capacity_of, timeline_of
+from trunkline.plan.model_states import AdamW
+from trunkline.plan.estimate_timeline import before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 
 if TYPE_CHECKING:

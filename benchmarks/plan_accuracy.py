@@ -33,7 +33,7 @@ import trunkline
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.sharding import ShardingSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.survey import Survey
 
 _MIB = 2**20

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trunkline.kv_cache.cache import StreamedCache
     from trunkline.offload.stats import Stats
     from trunkline.plan.estimate import estimate
-    from trunkline.plan.results import Estimate
+    from trunkline.plan.estimate import Estimate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "Estimate": "trunkline.plan.results",
+    "Estimate": "trunkline.plan.estimate",
     "ParallelDims": "trunkline.distributed.mesh",
     "Progress": "trunkline.config",
     "RankError": "trunkline.distributed.failure",

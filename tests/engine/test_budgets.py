@@ -26,7 +26,7 @@ from trunkline.offload.placement import Advice, Placement, StoreRequest, _transi
 from trunkline.offload.storage import TierError
 from trunkline.offload.stores import Stores, Tiers
 from trunkline.plan.estimate import estimate
-from trunkline.plan.results import Estimate
+from trunkline.plan.estimate import Estimate
 
 FP64 = torch.float64
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]

@@ -11,8 +11,8 @@ from plan.profiles import KINDS, constant
 
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import figure, points
-from trunkline.plan.results import Step
-from trunkline.plan.states import AdamW
+from trunkline.plan.estimate import Step
+from trunkline.plan.model_states import AdamW
 
 S, C, E, V, LAYERS, HEADS = 64, 16, 32, 97, 3, 4
 N = S // C

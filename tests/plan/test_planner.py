@@ -10,13 +10,13 @@ from families import build
 from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.choices import Machine, Task, chunk_sizes, kept, meshes
+from trunkline.plan.search_space import Machine, Task, chunk_sizes, kept, meshes
 from trunkline.plan.estimate import estimate
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.results import Estimate
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import AdamW
+from trunkline.plan.estimate import Estimate
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import AdamW
 
 MIB = 2**20
 BLANK = MetaModel.of(build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2))

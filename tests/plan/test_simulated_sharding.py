@@ -12,9 +12,9 @@ from plan.profiles import constant
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import figure
-from trunkline.plan.results import Estimate
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import AdamW
+from trunkline.plan.estimate import Estimate
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import AdamW
 
 MODEL = build("llama", torch.float32)
 ALL = sum(p.nbytes for p in MODEL.parameters())

@@ -14,7 +14,7 @@ from plan.profiles import constant
 from rich.console import Console
 
 from trunkline.data import load_encoder
-from trunkline.plan.results import Estimate
+from trunkline.plan.estimate import Estimate
 from trunkline.train import preflight as module
 from trunkline.train.display import PlainDisplay
 from trunkline.train.job import Job

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trunkline.plan.choices import Machine
+from trunkline.plan.search_space import Machine
 from trunkline.plan.hardware import load
 from trunkline.plan.planner import DoesNotFit, Plan, Planner
 from trunkline.train.planning import blank_model, task_of, written

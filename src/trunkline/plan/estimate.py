@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,19 +32,101 @@ from trunkline.offload.backends import tiers_for
 from trunkline.offload.lanes.base import LANES
 from trunkline.offload.lanes.sim_clock import Clock
 from trunkline.offload.stores import Tiers
-from trunkline.plan import layers, tensors
-from trunkline.plan.costs import Costs
+from trunkline.plan import representative_layers, simulated_tp
+from trunkline.plan.cost_model import Costs
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.memory import DeviceMemory, Tally
+from trunkline.plan.device_memory import DeviceMemory, Tally
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.op_tracer import OpTracer
-from trunkline.plan.ranks import COMM, SimulatedRanks, wire
-from trunkline.plan.results import Estimate, Step
-from trunkline.plan.segments import Numbers, Recorder, StepSegment, Trace, compose
-from trunkline.plan.sharding import ShardingSpec, SimulatedSharding
+from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, wire
+from trunkline.plan.step_trace import Numbers, Recorder, StepSegment, Trace, compose
+from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
 from trunkline.plan.speeds import speeds_of
-from trunkline.plan.states import AdamW, States, states_of
-from trunkline.units import TIERS, TierName
+from trunkline.plan.model_states import AdamW, States, states_of
+from trunkline.units import TIERS, TierName, in_units
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """When everything would happen.
+
+    Attributes:
+        seconds: of the step, its optimizer included where there is one.
+        phases: (name, begin, end) in seconds: embed, forward, head, backward, optimizer.
+        busy: seconds that each lane (fetch, stash, comm) works.
+        exposed: seconds that compute waits for each lane.
+        tokens: of the step, all replicas together.
+        devices: that share the work.
+        model_flops: FLOPs that the mathematics needs (`trunkline.hf.flops`); None where they cannot be counted.
+        hardware_flops: those that all devices do, what is computed again included; a kernel's own recomputation is not.
+        operators: that the host of a device issues.
+        peak_flops: FLOP/s of a device.
+        memory: (second, bytes) of each tier, where it was asked for.
+        lanes: (begin, end, label) of each lane, where it was asked for.
+    """
+
+    seconds: float
+    phases: list[tuple[str, float, float]]
+    busy: dict[str, float]
+    exposed: dict[str, float]
+    tokens: int
+    devices: int
+    model_flops: int | None
+    hardware_flops: int
+    operators: int
+    peak_flops: float
+    memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict, repr=False)
+    lanes: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        return self.tokens / self.seconds / self.devices
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: causal attention exact, recomputation not counted."""
+        if self.model_flops is None:
+            return None
+        return self.model_flops / (self.seconds * self.devices * self.peak_flops)
+
+    @property
+    def hardware_utilisation(self) -> float:
+        """FLOPs that were done, recomputed ones included, of those that could have been."""
+        return self.hardware_flops / (self.seconds * self.devices * self.peak_flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a step would do, seen from one rank.
+
+    Attributes:
+        peaks: most bytes that the engine's stores hold in each tier.
+        moved: bytes that go over each lane.
+        memory: all bytes of each tier at its peak, by what they are: parameters, gradients, optimizer, what is kept,
+            and what a chunk's own computation takes. A library's own buffers are not among them.
+        step: when; None without a hardware profile.
+        beyond_stores: most bytes that the device holds beside the engine's stores.
+        reserved: bytes that the stores need in each tier beyond the device: the least budget there.
+    """
+
+    peaks: dict[TierName, int]
+    moved: dict[str, int]
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    step: Step | None = None
+    beyond_stores: int = 0
+    reserved: dict[TierName, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """In units for people."""
+        held = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in self.peaks.items() if nbytes)
+        moved = ", ".join(f"{lane} {in_units(nbytes)}" for lane, nbytes in self.moved.items() if nbytes)
+        text = f"holds {held}; moves {moved or 'nothing'}"
+        if self.step is None:
+            return text
+        waits = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.step.exposed.items() if seconds > 0)
+        speed = f"{self.step.seconds:.4g} s, {self.step.tokens_per_second:,.0f} tokens/s a device"
+        return f"{text}; takes {speed}; waits for {waits or 'nothing'}"
 
 
 def estimate(
@@ -103,7 +185,7 @@ def estimate(
         model if isinstance(model, MetaModel) else MetaModel.of(model),
         parallel_dims or ParallelDims(),
     )
-    with tensors.cut(blank, parallel_dims.tp) as own:
+    with simulated_tp.cut(blank, parallel_dims.tp) as own:
         rehearsing = Estimator(own, seq_len, batch_size, documents, device=device, hardware=hardware,
                                 parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(), drawn=drawn,
                                 settings=settings)  # fmt: skip
@@ -136,7 +218,7 @@ class Estimator:
     ) -> None:
         self._blank, self._decoder = blank.model, blank.decoder
         self._whole = blank.model if blank.whole is None else blank.whole
-        self._reaches = blank.attention_spans
+        self._reaches = blank.reaches
         self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
         self._hardware = _loaded(hardware)
         self._parallel_dims, self._sharding_spec, self._drawn = parallel_dims, sharding_spec, drawn
@@ -175,13 +257,13 @@ class Estimator:
             full = self.placed(batch, seed)
             placement = full.stores.placement
             self._reserved = {} if placement is None else dict(placement.beyond)
-            units = layers.units_of(full.layout)
-            kinds = layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
-            stands = layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
+            units = representative_layers.units_of(full.layout)
+            kinds = representative_layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
+            stands = representative_layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
             chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
             self._tiers = self._new_tiers()
             if placement is not None:
-                self._tiers.decided = full.head_groups, layers.with_layers(placement, full.layout, chosen)
+                self._tiers.decided = full.head_groups, representative_layers.with_layers(placement, full.layout, chosen)
             segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
         order = _order(segments, units, stands)
         ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
@@ -199,8 +281,8 @@ class Estimator:
         """
         run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
         if not self._tiers.limited:
-            with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad():
-                sweeps.probe_token(run, differentiate=differentiate)
+            with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
+                sweeps.look_at_token(run, differentiate=differentiate)
         run.stores.close()
         return run
 
@@ -220,7 +302,7 @@ class Estimator:
         recorder = self._recorder = Recorder(
             self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
         )
-        decoder = layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
+        decoder = representative_layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
         with self._observed.watching(), self._ranks.guard():
             with decoder.unsharded(None):
                 run, differentiate = self._begin(decoder, batch, seed, reaches)

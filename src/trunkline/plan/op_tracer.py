@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trunkline.attention.meta_kernel import Attended, watcher
 from trunkline.offload.lanes.sim_clock import Clock
-from trunkline.plan.costs import Costs
-from trunkline.plan.forms import Forms
-from trunkline.plan.memory import DeviceMemory
-from trunkline.plan.ranks import Wire
-from trunkline.plan.tensors import sent_by
+from trunkline.plan.cost_model import Costs
+from trunkline.plan.meta_output_cache import Forms
+from trunkline.plan.device_memory import DeviceMemory
+from trunkline.plan.simulated_ranks import Wire
+from trunkline.plan.simulated_tp import sent_by
 
 
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]

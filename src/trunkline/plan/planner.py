@@ -14,14 +14,13 @@ from typing import Any
 
 from trunkline.config import StreamConfig
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan import tensors
-from trunkline.plan.choices import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, sharding_specs
-from trunkline.plan.estimate import Estimator, estimate
+from trunkline.plan import simulated_tp
+from trunkline.plan.search_space import Choice, Machine, Task, chunk_sizes, kept, longer, meshes, sharding_specs
+from trunkline.plan.estimate import Estimate, Estimator, estimate
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.results import Estimate
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import states_of, whole_bytes
-from trunkline.plan.timelines import before, capacity_of, timeline_of
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import states_of, whole_bytes
+from trunkline.plan.estimate_timeline import before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 from trunkline.units import in_units
 
@@ -182,7 +181,7 @@ class Planner:
     @contextlib.contextmanager
     def _cut(self, task: Task) -> Iterator[None]:
         """Have the model as one rank has it, where matrices are cut."""
-        with tensors.cut(self._whole, 1 if task.parallel_dims is None else task.parallel_dims.tp) as self._blank:
+        with simulated_tp.cut(self._whole, 1 if task.parallel_dims is None else task.parallel_dims.tp) as self._blank:
             try:
                 yield
             finally:

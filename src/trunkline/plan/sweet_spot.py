@@ -20,7 +20,7 @@ import torch
 from trunkline.attention.meta_kernel import Attended
 from trunkline.offload.lanes.sim_clock import Clock
 from trunkline.offload.lanes.simulated import DISK, LINK
-from trunkline.plan.costs import Costs
+from trunkline.plan.cost_model import Costs
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.rates import Direction
 from trunkline.plan.speeds import speeds_of

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from trunkline.config import StreamConfig
 from trunkline.distributed import failure
 from trunkline.hf.introspect import UnsupportedModelError
-from trunkline.plan.choices import MOST_CHUNKS
+from trunkline.plan.search_space import MOST_CHUNKS
 from trunkline.plan.estimate import estimate
 from trunkline.plan.free import free_bytes, profile_of, resident_bytes
 from trunkline.plan.hardware import Hardware, NoFigures
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.results import Estimate
-from trunkline.plan.states import AdamW, whole_bytes
+from trunkline.plan.estimate import Estimate
+from trunkline.plan.model_states import AdamW, whole_bytes
 from trunkline.train.job import Job
 from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe

@@ -20,7 +20,7 @@ from trunkline.api import tiers_of
 from trunkline.distributed.grad_norm import local
 from trunkline.engine.memory_layout import WORDS
 from trunkline.offload.lanes.base import MoveRecord
-from trunkline.plan.memory import Tally
+from trunkline.plan.device_memory import Tally
 from trunkline.report.timeline import (
     PHASES,
     Phase,

@@ -13,9 +13,9 @@ from torch import Tensor
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.offload.lanes.sim_clock import Clock, Speeds
 from trunkline.plan.estimate import estimate
-from trunkline.plan.memory import DeviceMemory, Tally
+from trunkline.plan.device_memory import DeviceMemory, Tally
 from trunkline.plan.op_tracer import OpTracer
-from trunkline.plan.states import AdamW
+from trunkline.plan.model_states import AdamW
 
 
 def watched(run: Callable[[], object], *known: Tensor) -> DeviceMemory:

@@ -21,8 +21,8 @@ from trunkline.engine.decoder import Attend
 from trunkline.engine.memory_layout import MemoryLayout
 from trunkline.hf.decoder import HuggingFaceDecoder
 from trunkline.offload.placement import Placement
-from trunkline.plan.memory import DeviceMemory
-from trunkline.plan.segments import Recorder
+from trunkline.plan.device_memory import DeviceMemory
+from trunkline.plan.step_trace import Recorder
 
 Unit = range  # layers that go together
 

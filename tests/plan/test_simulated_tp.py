@@ -14,10 +14,10 @@ from torch import distributed as dist
 
 import trunkline
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan import tensors
+from trunkline.plan import simulated_tp
 from trunkline.plan.estimate import estimate
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.sharding import ShardingSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -66,6 +66,6 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
 
 def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     blank = MetaModel.of(build("llama", torch.float32, **SHAPE))
-    monkeypatch.setattr(tensors.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="tp=2"), tensors.cut(blank, 2):
+    monkeypatch.setattr(simulated_tp.dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="tp=2"), simulated_tp.cut(blank, 2):
         pass

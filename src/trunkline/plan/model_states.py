@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from trunkline.distributed.grad_norm import local
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.sharding import ShardingSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
-from trunkline.plan.states import AdamW
-from trunkline.plan.timelines import MOST_POINTS, before, capacity_of, timeline_of
+from trunkline.plan.model_states import AdamW
+from trunkline.plan.estimate_timeline import MOST_POINTS, before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 
 SEQ_LEN = 16_384

@@ -14,10 +14,10 @@ from plan.profiles import constant
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.hf.decoder import HuggingFaceDecoder
 from trunkline.plan.estimate import estimate
-from trunkline.plan.layers import standing
-from trunkline.plan.results import Estimate
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import AdamW
+from trunkline.plan.representative_layers import standing
+from trunkline.plan.estimate import Estimate
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import AdamW
 
 LAYERS = 12
 ALTERNATING = [("full_attention" if i % 3 == 2 else "sliding_attention") for i in range(LAYERS)]

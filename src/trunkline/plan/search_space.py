@@ -11,8 +11,8 @@ import torch
 
 from trunkline.distributed.mesh import ParallelDims, divisors
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.sharding import ShardingSpec
-from trunkline.plan.states import AdamW
+from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.model_states import AdamW
 
 # What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
 # cannot use.

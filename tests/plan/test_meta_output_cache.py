@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trunkline.plan.forms import Forms
+from trunkline.plan.meta_output_cache import Forms
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from trunkline.distributed.grad_norm import local
 from trunkline.hf.introspect import parameters_outside
 from trunkline.offload.lanes.sim_clock import Clock, Job
 from trunkline.offload.lanes.simulated import LINK
-from trunkline.plan.memory import DeviceMemory, Tally
-from trunkline.plan.ranks import Wire
+from trunkline.plan.device_memory import DeviceMemory, Tally
+from trunkline.plan.simulated_ranks import Wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from oracle import tokens
 import trunkline
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
-from trunkline.plan.sharding import ShardingSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 HEAD_GROUPS: dict[str, Any] = {"chunk_size": 4, "device_budget": "40KiB", "attn_strategy": "head_groups"}
 CASES: list[dict[str, Any]] = [

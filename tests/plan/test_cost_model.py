@@ -10,7 +10,7 @@ from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from trunkline.attention.meta_kernel import Attended
-from trunkline.plan.costs import FREE, Cost, Costs, kind_of
+from trunkline.plan.cost_model import FREE, Cost, Costs, kind_of
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from trunkline.offload.lanes.sim_clock import Clock
 from trunkline.offload.lanes.sim_clock import Segment as Drawn
-from trunkline.plan.memory import Tally
+from trunkline.plan.device_memory import Tally
 from trunkline.report.timeline import thinned
 
 MOST_POINTS = 2_000  # of the memory of one tier through one segment
