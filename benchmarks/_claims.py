@@ -16,14 +16,14 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan.search_space import Machine, Task, meshes
+from trunkline.plan.search_space import Cluster, TrainingJob, meshes
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
 from trunkline.plan.estimate import Estimate
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 from trunkline.train.presets import PRESETS
 
 K, M, GIB = 2**10, 2**20, 2**30
@@ -149,7 +149,7 @@ def kept(keep: Sequence[str], every: int) -> str:
 @cache
 def model_of(name: str) -> MetaModel:
     """A preset without contents."""
-    return MetaModel.of(_built(name))
+    return MetaModel.from_model(_built(name))
 
 
 @cache
@@ -159,7 +159,7 @@ def lora_of(name: str) -> MetaModel:
 
     with torch.device("meta"):
         model = get_peft_model(_built(name), LoraConfig(r=16, target_modules="all-linear"))
-    return MetaModel.of(model)
+    return MetaModel.from_model(model)
 
 
 def _built(name: str) -> Any:
@@ -177,28 +177,28 @@ def _built(name: str) -> Any:
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
-def billions(blank: MetaModel) -> float:
+def billions(meta_model: MetaModel) -> float:
     """Parameters."""
-    return sum(p.numel() for p in blank.model.parameters()) / 1e9
+    return sum(p.numel() for p in meta_model.model.parameters()) / 1e9
 
 
 # -- rehearsing --------------------------------------------------------------------------------------------------------
 
 
-def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Machine:
+def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Cluster:
     """A machine of a profile's devices; host memory of a node is the profile's unless given."""
     hardware = load(name, attention=attention)
-    return Machine(hardware, devices, host or hardware.host_bytes or 0)
+    return Cluster(hardware, devices, host or hardware.host_bytes or 0)
 
 
-def mesh_of(blank: MetaModel, machine: Machine) -> ParallelDims:
+def mesh_of(meta_model: MetaModel, cluster: Cluster) -> ParallelDims:
     """All devices on one sequence."""
-    return next(meshes(Task(1), machine, heads_of(blank.model)[0], one_sequence=True))
+    return next(meshes(TrainingJob(1), cluster, heads_of(meta_model.model)[0], one_sequence=True))
 
 
-def sharding_spec_of(machine: Machine) -> ShardingSpec:
+def sharding_spec_of(cluster: Cluster) -> ShardingSpec:
     """ZeRO-3 over several devices, offloaded on one."""
-    return ShardingSpec(zero=3, dtype=torch.float32, offload=machine.devices == 1)
+    return ShardingSpec(zero=3, dtype=torch.float32, offload=cluster.devices == 1)
 
 
 def chunk_of(length: int, chunks: int = 32) -> int:
@@ -209,39 +209,41 @@ def chunk_of(length: int, chunks: int = 32) -> int:
     return size
 
 
-def task_of(
-    blank: MetaModel, machine: Machine, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
+def job_of(
+    meta_model: MetaModel, cluster: Cluster, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
     **fixed: Any,
-) -> Task:  # fmt: skip
+) -> TrainingJob:  # fmt: skip
     """Chunks as we run them."""
     settings = {"chunk_size": chunk or chunk_of(length), "keep": tuple(keep), "checkpoint_every": every, **fixed}
-    return Task(length, fixed=settings, parallel_dims=mesh_of(blank, machine), sharding_spec=sharding_spec_of(machine))
+    return TrainingJob(
+        length, fixed=settings, parallel_dims=mesh_of(meta_model, cluster), sharding_spec=sharding_spec_of(cluster)
+    )
 
 
-def ours(planner: Planner, machine: Machine, task: Task) -> Run:
+def ours(planner: Planner, cluster: Cluster, job: TrainingJob) -> Run:
     """A step as we run it, with budgets that leave room for everything else."""
-    own = {"chunk": task.fixed["chunk_size"], "keep": task.fixed["keep"], "every": task.fixed["checkpoint_every"]}
+    own = {"chunk": job.fixed["chunk_size"], "keep": job.fixed["keep"], "every": job.fixed["checkpoint_every"]}
     try:
-        plan = planner.best(task)
+        plan = planner.best(job)
     except DoesNotFit as error:
         return Run(str(error), **own)
-    return _run(plan.estimate, machine, **own)
+    return _run(plan.estimate, cluster, **own)
 
 
-def first_that_fits(planner: Planner, blank: MetaModel, machine: Machine, length: int) -> Run:
+def first_that_fits(planner: Planner, meta_model: MetaModel, cluster: Cluster, length: int) -> Run:
     """Attention kept, with the inputs of as many layers as there is room for; nothing kept where there is for none."""
     run = Run("nothing was tried")
     for keep, every in ((("attention",), 1), (("attention",), 4), (("attention",), 8), ((), 1), ((), 4)):
-        task = task_of(blank, machine, length, keep, every)
-        if planner.why_not(task) == FITS:
-            return ours(planner, machine, task)
-        run = Run(planner.why_not(task), keep=keep, every=every)
+        job = job_of(meta_model, cluster, length, keep, every)
+        if planner.why_not(job) == FITS:
+            return ours(planner, cluster, job)
+        run = Run(planner.why_not(job), keep=keep, every=every)
     return run
 
 
 def alone(
-    blank: MetaModel,
-    machine: Machine,
+    meta_model: MetaModel,
+    cluster: Cluster,
     length: int,
     *,
     whole_logits: bool = False,
@@ -252,25 +254,29 @@ def alone(
     head: dict[str, Any] = {"logits_budget": WHOLE_LOGITS} if whole_logits else {}
     try:
         found = estimate(
-            blank,
+            meta_model,
             length,
-            device=machine.hardware.device_type,
-            hardware=machine.hardware if timed else None,
-            parallel_dims=parallel_dims or mesh_of(blank, machine),
-            sharding_spec=sharding_spec_of(machine),
-            optimizer=AdamW(),
+            device=cluster.hardware.device_type,
+            hardware=cluster.hardware if timed else None,
+            parallel_dims=parallel_dims or mesh_of(meta_model, cluster),
+            sharding_spec=sharding_spec_of(cluster),
+            optimizer=AdamWSpec(),
             chunk_size=length,
             keep=(),
             **head,
         )
     except ValueError as error:  # one chunk has more elements than a kernel may be given
         return Run(str(error), chunk=length)
-    return _run(found, machine, chunk=length)
+    return _run(found, cluster, chunk=length)
 
 
-def _run(found: Estimate, machine: Machine, **own: Any) -> Run:
+def _run(found: Estimate, cluster: Cluster, **own: Any) -> Run:
     device, host = (sum(found.memory[tier].values()) for tier in ("device", "host"))
-    memory: dict[str, Any] = {"device": device, "room": machine.device_room, "host": host * machine.here}
+    memory: dict[str, Any] = {
+        "device": device,
+        "room": cluster.usable_device_bytes,
+        "host": host * cluster.devices_per_node_used,
+    }
     step = found.step
     if step is None:
         return Run(**memory, **own)

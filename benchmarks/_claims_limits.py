@@ -24,7 +24,7 @@ from _claims import (
 from _claims import ours as stepped
 
 from trunkline.config import KEEPABLE
-from trunkline.plan.search_space import Machine, Task, sharding_specs
+from trunkline.plan.search_space import Cluster, TrainingJob, sharding_specs
 from trunkline.plan.hardware import load
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Planner
@@ -126,13 +126,13 @@ def trainable(_: Path) -> Answer:
     """g: Llama-3-8B, adapters and whole, with everything that may be kept."""
     rows, figures = [], []
     for name, profile, devices, host in _MACHINES:
-        machine = machine_of(profile, devices, host)
-        for way, blank in (("LoRA", lora_of("llama-3-8b")), ("full", model_of("llama-3-8b"))):
-            planner = Planner(blank, machine)
+        cluster = machine_of(profile, devices, host)
+        for way, meta_model in (("LoRA", lora_of("llama-3-8b")), ("full", model_of("llama-3-8b"))):
+            planner = Planner(meta_model, cluster)
             for keep in _KEEPS:
                 timed: dict[int, Run] = {}
                 for every in (1, 4):
-                    far, timed = _trained(planner, blank, machine, keep, every, timed)
+                    far, timed = _trained(planner, meta_model, cluster, keep, every, timed)
                     rows.append([name, way, kept(keep, every), tokens(far) if far else "none",
                                  *(_step(run, every) for run in timed.values())])  # fmt: skip
                     steps = [run.figures(length=n) for n, run in timed.items()]
@@ -157,22 +157,22 @@ def _step(run: Run, every: int) -> str:
 
 
 def _trained(
-    planner: Planner, blank: MetaModel, machine: Machine, keep: tuple[str, ...], every: int, known: dict[int, Run]
+    planner: Planner, meta_model: MetaModel, cluster: Cluster, keep: tuple[str, ...], every: int, known: dict[int, Run]
 ) -> tuple[int, dict[int, Run]]:
     """The longest context, and steps: those known that fit are not rehearsed again."""
 
-    def task(length: int, sharding_spec: ShardingSpec | None = None) -> Task:
+    def job(length: int, sharding_spec: ShardingSpec | None = None) -> TrainingJob:
         fixed = {"chunk_size": _CHUNK, "keep": keep, "checkpoint_every": every}
-        return Task(length, fixed=fixed, parallel_dims=mesh_of(blank, machine), sharding_spec=sharding_spec)
+        return TrainingJob(length, fixed=fixed, parallel_dims=mesh_of(meta_model, cluster), sharding_spec=sharding_spec)
 
     def fits(length: int) -> bool:
-        ways = list(sharding_specs(task(length), mesh_of(blank, machine)))
-        return any(planner.why_not(task(length, way)) == FITS for way in (ways[0], ways[-1]))
+        ways = list(sharding_specs(job(length), mesh_of(meta_model, cluster)))
+        return any(planner.why_not(job(length, way)) == FITS for way in (ways[0], ways[-1]))
 
     far = longest(fits, 128 * K, 8)
     steps = {}
     for length in _TIMED:
         steps[length] = known.get(length, Run("it does not fit"))
         if length <= far and steps[length].why:
-            steps[length] = stepped(planner, machine, task(length))
+            steps[length] = stepped(planner, cluster, job(length))
     return far, steps

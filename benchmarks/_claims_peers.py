@@ -17,7 +17,7 @@ from _claims import (
     machine_of,
     model_of,
     ours,
-    task_of,
+    job_of,
     tokens,
 )  # fmt: skip
 
@@ -52,29 +52,29 @@ def peers(out: Path) -> Answer:
     """f: published and rehearsed."""
     rows, figures = [], []
     for name, devices, length, published, offloaded in _ULYSSES:
-        blank, machine = model_of(name), machine_of("a100-80g", devices)
+        meta_model, cluster = model_of(name), machine_of("a100-80g", devices)
         if offloaded:
-            run = ours(Planner(blank, machine), machine, task_of(blank, machine, length, (), chunk=length))
+            run = ours(Planner(meta_model, cluster), cluster, job_of(meta_model, cluster, length, (), chunk=length))
         else:
-            run = alone(blank, machine, length)
+            run = alone(meta_model, cluster, length)
         what = f"Ulysses, checkpointing{', offloaded' if offloaded else ''}"
         rows.append(_mfu_row(f"{name}, {devices} A100", length, f"{what}: {published}", run, "alone"))
         figures.append(run.figures(model=name, devices=devices, length=length, published=published))
     for name, devices, length, published in _FPDT:
-        blank, machine = model_of(name), machine_of("a100-80g", devices)
-        planner = Planner(blank, machine)
-        lean = ours(planner, machine, task_of(blank, machine, length, ()))
-        best = first_that_fits(planner, blank, machine, length)
+        meta_model, cluster = model_of(name), machine_of("a100-80g", devices)
+        planner = Planner(meta_model, cluster)
+        lean = ours(planner, cluster, job_of(meta_model, cluster, length, ()))
+        best = first_that_fits(planner, meta_model, cluster, length)
         for run in (lean, *([best] if best.keep != lean.keep else [])):
             rows.append(_mfu_row(f"{name}, {devices} A100", length, f"FPDT: {published}", run, f"ours, {run.kept}"))
             figures.append(run.figures(model=name, devices=devices, length=length, published=published))
-    blank, machine = model_of("llama-3-8b"), machine_of("h100-sxm", 8, attention="fa3")
-    planner = Planner(blank, machine)
+    meta_model, cluster = model_of("llama-3-8b"), machine_of("h100-sxm", 8, attention="fa3")
+    planner = Planner(meta_model, cluster)
     for length, (fpdt, upipe, ulysses) in _UPIPE.items():
-        plain = alone(blank, machine, length)
-        lean = ours(planner, machine, task_of(blank, machine, length, ()))
-        best = first_that_fits(planner, blank, machine, length)
-        tops = [ceiling(blank, machine.hardware, length, forwards) for forwards in (2, 1)]
+        plain = alone(meta_model, cluster, length)
+        lean = ours(planner, cluster, job_of(meta_model, cluster, length, ()))
+        best = first_that_fits(planner, meta_model, cluster, length)
+        tops = [ceiling(meta_model, cluster.hardware, length, forwards) for forwards in (2, 1)]
         words = [f"{each:,}" if each else "-" for each in (fpdt, upipe, ulysses)]
         said = f"FPDT {words[0]}, UPipe {words[1]}, Ulysses {words[2]}"
         rows.append(["llama-3-8b, 8 H100, FA3", tokens(length), said,
@@ -109,7 +109,7 @@ def _rate(run: Run) -> str:
     return "-" if run.why else f"{run.rate:,.0f}"
 
 
-def ceiling(blank: Any, hardware: Hardware, length: int, forwards: int) -> float:
+def ceiling(meta_model: Any, hardware: Hardware, length: int, forwards: int) -> float:
     """Tokens a second of a device that does nothing but its matrix products and its attention.
 
     Args:
@@ -118,9 +118,12 @@ def ceiling(blank: Any, hardware: Hardware, length: int, forwards: int) -> float
         length: tokens.
         forwards: how often the forward runs.
     """
-    config = blank.model.config
+    config = meta_model.model.config
     dim = config.hidden_size // config.num_attention_heads
-    linear, attention = linear_flops_per_token(blank.model), attention_flops(blank.model, seq_len=length) / length
+    linear, attention = (
+        linear_flops_per_token(meta_model.model),
+        attention_flops(meta_model.model, seq_len=length) / length,
+    )
     products = linear * (forwards + 2) / 3 / hardware.matmul_rate(torch.bfloat16, 8 * K, 8 * K, 8 * K)
     seen = attention / 3
     forward, backward = (

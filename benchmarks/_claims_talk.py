@@ -22,13 +22,13 @@ from _claims import (
     model_of,
     ours,
     sharding_spec_of,
-    task_of,
+    job_of,
     tokens,
 )  # fmt: skip
 
 from trunkline.plan.estimate import estimate
 from trunkline.plan.planner import Planner
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.estimate_timeline import before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 
@@ -43,39 +43,39 @@ _KEPT = ((("attention",), 1), (("attention",), 4), ((), 1), ((), 4))
 
 def few_devices(_: Path) -> Answer:
     """a: a 1.2B GPT at 1M tokens."""
-    blank = model_of("gpt-1.2b")
+    meta_model = model_of("gpt-1.2b")
     rows, figures = [], []
     for devices in (1, 2, 4, 8, 16, 32, 64):
-        machine = machine_of(_A100, devices)
-        whole, tiled = alone(blank, machine, M, whole_logits=True), alone(blank, machine, M)
+        cluster = machine_of(_A100, devices)
+        whole, tiled = alone(meta_model, cluster, M, whole_logits=True), alone(meta_model, cluster, M)
         chunked = Run("not needed")
         if devices <= 8:
-            chunked = ours(Planner(blank, machine), machine, task_of(blank, machine, M, ("attention",)))
+            chunked = ours(Planner(meta_model, cluster), cluster, job_of(meta_model, cluster, M, ("attention",)))
         own = [chunked.verdict, *chunked.bytes, *chunked.speeds[:2], duration(chunked.seconds)] if devices <= 8 else []
         cells = [str(devices), whole.bytes[0], whole.verdict, tiled.bytes[0], tiled.verdict, *own]
         rows.append(cells + [""] * (11 - len(cells)))
         ways = {"whole logits": whole, "tiles": tiled, "ours": chunked}
         figures += [run.figures(devices=devices, how=how) for how, run in ways.items()]
-    config = blank.model.config
+    config = meta_model.model.config
     stored = 34 * config.hidden_size * config.num_hidden_layers * M
     logits = 10 * config.vocab_size * M
     return Answer(
-        "a", f"GPT of {billions(blank):.2f}B parameters at 1M tokens: how many A100-80G?",
+        "a", f"GPT of {billions(meta_model):.2f}B parameters at 1M tokens: how many A100-80G?",
         ["devices", "alone, whole logits: HBM GiB", "fits", "alone, tiles: HBM GiB", "fits", "ours fits", *_BYTES,
          "MFU", "talk", "a step"], rows,
         [f"Ours: chunks of {tokens(chunk_of(M))}, attention kept. The model has 16 heads: beyond 16 devices keys and "
          "values are gathered."],
         [f"Derived, not rehearsed (the engine always replays): without checkpointing a layer keeps about 34 bytes for "
          f"each token and hidden unit, {stored / GIB:,.0f} GiB in all, and whole logits in bf16 and float32 with their "
-         f"gradient {logits / GIB:,.0f} GiB: {(stored + logits) / machine_of(_A100, 1).device_room:,.1f} devices' "
+         f"gradient {logits / GIB:,.0f} GiB: {(stored + logits) / machine_of(_A100, 1).usable_device_bytes:,.1f} devices' "
          "memory."], figures,
     )  # fmt: skip
 
 
 def one_device(_: Path) -> Answer:
     """b: a 7B GPT at 2M tokens on one device."""
-    blank, machine = model_of("gpt-7b"), machine_of(_A100, 1)
-    planner, chunk = Planner(blank, machine), chunk_of(2 * M)
+    meta_model, cluster = model_of("gpt-7b"), machine_of(_A100, 1)
+    planner, chunk = Planner(meta_model, cluster), chunk_of(2 * M)
     rows, figures = [], []
 
     def longest_alone(name: str, fits: Any) -> int:
@@ -85,42 +85,42 @@ def one_device(_: Path) -> Answer:
         return length
 
     def resident(length: int, whole: bool) -> bool:
-        return alone(blank, machine, length, whole_logits=whole, timed=False).fits
+        return alone(meta_model, cluster, length, whole_logits=whole, timed=False).fits
 
     longest_alone("alone, whole logits", lambda n: resident(n, True))
     least = longest_alone("alone, logits in tiles", lambda n: resident(n, False))
     longest_alone("alone, tiles, inputs offloaded",
-                  lambda n: planner.why_not(task_of(blank, machine, n, (), chunk=n)) == FITS)  # fmt: skip
+                  lambda n: planner.why_not(job_of(meta_model, cluster, n, (), chunk=n)) == FITS)  # fmt: skip
     for keep, every in _KEPT:
         far = longest(lambda n, keep=keep, every=every: planner.why_not(
-            task_of(blank, machine, n, keep, every, chunk)) == FITS, 256 * K)  # fmt: skip
-        run = ours(planner, machine, task_of(blank, machine, 2 * M, keep, every))
+            job_of(meta_model, cluster, n, keep, every, chunk)) == FITS, 256 * K)  # fmt: skip
+        run = ours(planner, cluster, job_of(meta_model, cluster, 2 * M, keep, every))
         rows.append([f"ours, {run.kept}", f"longest {tokens(far)} ({far / least:.1f} x tiles)", run.verdict, *run.bytes,
                      *run.speeds, duration(run.seconds)])  # fmt: skip
         figures.append(run.figures(longest=far, length=2 * M))
     return Answer(
-        "b", f"GPT of {billions(blank):.2f}B parameters on one A100-80G, PCIe 4: 2M tokens",
+        "b", f"GPT of {billions(meta_model):.2f}B parameters on one A100-80G, PCIe 4: 2M tokens",
         ["how", "longest", "2M fits", *_BYTES, *_SPEEDS, "a step"], rows,
-        [f"Parameters, gradients and optimizer are offloaded in every row ({billions(blank) * 16:.0f} GB at 16 bytes a "
-         f"parameter); host memory {machine.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks of "
+        [f"Parameters, gradients and optimizer are offloaded in every row ({billions(meta_model) * 16:.0f} GB at 16 bytes a "
+         f"parameter); host memory {cluster.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks of "
          f"{tokens(chunk)}."], [], figures,
     )  # fmt: skip
 
 
 def eight_devices(_: Path) -> Answer:
     """c: Llama-3-8B at 4M tokens on a node."""
-    blank, machine = model_of("llama-3-8b"), machine_of(_A100, 8)
-    planner = Planner(blank, machine)
+    meta_model, cluster = model_of("llama-3-8b"), machine_of(_A100, 8)
+    planner = Planner(meta_model, cluster)
     rows, figures = [], []
     for keep, every in _KEPT:
-        run = ours(planner, machine, task_of(blank, machine, 4 * M, keep, every))
+        run = ours(planner, cluster, job_of(meta_model, cluster, 4 * M, keep, every))
         rows.append([run.kept, run.verdict, *run.bytes, *run.speeds, f"{run.waits:.1%}",
                      "" if run.why else f"{run.rate:.1f}", "" if run.why else duration(run.seconds)])  # fmt: skip
         figures.append(run.figures(length=4 * M))
     return Answer(
         "c", "Llama-3-8B at 4M tokens on 8 A100-80G",
         ["kept", "fits", *_BYTES, *_SPEEDS, "waits", "tokens/s a device", "a step"], rows,
-        [f"One node with {machine.host_bytes / GIB:,.0f} GiB of host memory; chunks of {tokens(chunk_of(4 * M))}."],
+        [f"One node with {cluster.host_bytes / GIB:,.0f} GiB of host memory; chunks of {tokens(chunk_of(4 * M))}."],
         [f"{row[0]}: {figure['why']}" for row, figure in zip(rows, figures, strict=True) if figure["why"]], figures,
     )  # fmt: skip
 
@@ -130,27 +130,27 @@ def eight_devices(_: Path) -> Answer:
 
 def spikes(out: Path) -> Answer:
     """d: memory through a step of a 30B GPT, before and after."""
-    blank, machine, length = model_of("gpt-30b"), machine_of(_A100, 16), M
+    meta_model, cluster, length = model_of("gpt-30b"), machine_of(_A100, 16), M
     common: dict[str, Any] = {
-        "parallel_dims": mesh_of(blank, machine),
-        "sharding_spec": sharding_spec_of(machine),
-        "optimizer": AdamW(),
+        "parallel_dims": mesh_of(meta_model, cluster),
+        "sharding_spec": sharding_spec_of(cluster),
+        "optimizer": AdamWSpec(),
     }
-    task = task_of(blank, machine, length, ("attention",))
-    settings = Planner(blank, machine).best(task).settings
-    capacity = capacity_of(machine.hardware, 16)
+    job = job_of(meta_model, cluster, length, ("attention",))
+    settings = Planner(meta_model, cluster).best(job).settings
+    capacity = capacity_of(cluster.hardware, 16)
     lines = [
-        before(blank, length, title="before: one chunk, whole logits", hardware=machine.hardware, **common),
+        before(meta_model, length, title="before: one chunk, whole logits", hardware=cluster.hardware, **common),
         timeline_of(
-            estimate(blank, length, hardware=machine.hardware, drawn=True, chunk_size=length, keep=(), **common),
+            estimate(meta_model, length, hardware=cluster.hardware, timeline=True, chunk_size=length, keep=(), **common),
             "before: one chunk, logits in tiles", capacity,
         ),
         timeline_of(
-            estimate(blank, length, hardware=machine.hardware, drawn=True, **common, **settings),
+            estimate(meta_model, length, hardware=cluster.hardware, timeline=True, **common, **settings),
             f"after: chunks of {tokens(chunk_of(length))}, attention kept", capacity,
         ),
     ]  # fmt: skip
-    middle = blank.decoder.num_layers // 2
+    middle = meta_model.decoder.num_layers // 2
     rows, figures = [], []
     for line in lines:
         inside = layer_of(line, f"backward {middle}")
@@ -159,10 +159,10 @@ def spikes(out: Path) -> Answer:
                   "peak": max(nbytes for _, nbytes in line.memory["device"])}  # fmt: skip
         rows.append([line.title, *(f"{nbytes / GIB:,.1f}" for nbytes in parts.values()), duration(line.seconds)])
         figures.append({"title": line.title, "seconds": line.seconds, "layer": inside, **parts})
-    draw(lines, [layer_of(line, f"backward {middle}") for line in lines], machine.hardware.memory_bytes,
+    draw(lines, [layer_of(line, f"backward {middle}") for line in lines], cluster.hardware.memory_bytes,
          out / "claims-d.png")  # fmt: skip
     return Answer(
-        "d", f"GPT of {billions(blank):.1f}B parameters, 40 layers, on 16 A100-80G: memory of a step at 1M tokens",
+        "d", f"GPT of {billions(meta_model):.1f}B parameters, 40 layers, on 16 A100-80G: memory of a step at 1M tokens",
         ["step", "as a middle layer's backward begins, GiB", "its peak in attention", "its peak elsewhere",
          "at the step's peak: a chunk's own computation", "step's peak", "a step"], rows,
         ["Attention is the longest stretch of a layer's backward, all else in the layer is feed-forward and "

@@ -28,7 +28,7 @@ DEFAULT = "attention, 1"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Candidate:
     """One combination."""
 
     keep: str
@@ -56,7 +56,7 @@ class Choice:
         return total + 2 * setup.kv_heads * setup.head_dim * 4 + hidden
 
 
-def measure(setup: Setup, choices: Sequence[Choice], length: int, runs: int, tell: Callable[[str], None]) -> dict:
+def measure(setup: Setup, choices: Sequence[Candidate], length: int, runs: int, tell: Callable[[str], None]) -> dict:
     """Peak bytes a token, and seconds of every round."""
     ids_BS = tokens(setup, length)
     base = build(setup, "fp32")
@@ -72,7 +72,7 @@ def measure(setup: Setup, choices: Sequence[Choice], length: int, runs: int, tel
     return {"bytes_per_token": peaks, "seconds": alternate(steps, runs, tell) if runs else {}}
 
 
-def table(setup: Setup, choices: Sequence[Choice], found: dict) -> Table:
+def table(setup: Setup, choices: Sequence[Candidate], found: dict) -> Table:
     """All combinations, against the formula and the default."""
     drawn = Table(header_style="bold")
     for column in (
@@ -96,7 +96,7 @@ def table(setup: Setup, choices: Sequence[Choice], found: dict) -> Table:
     return drawn
 
 
-def draw(choices: Sequence[Choice], found: dict, path: Path, subtitle: str) -> None:
+def draw(choices: Sequence[Candidate], found: dict, path: Path, subtitle: str) -> None:
     """Bytes a token against time, a line for each `keep`."""
     import matplotlib
 
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "keep.json")
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads())
-    choices = [Choice(keep, every) for keep, every in itertools.product(KEEPS, EVERY)]
+    choices = [Candidate(keep, every) for keep, every in itertools.product(KEEPS, EVERY)]
     console = Console()
     found = measure(setup, choices, given.length, given.runs, lambda text: console.print(text, style="dim"))
     console.print(table(setup, choices, found))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from trunkline.offload.lanes.sim_clock import Clock, Speeds
+from trunkline.offload.lanes.sim_clock import SimClock, QueueSpeeds
 
-LINK = Speeds(
+LINK = QueueSpeeds(
     alone={"in": 10.0, "out": 8.0},
     pairs={"in": ("out", 6.0), "out": ("in", 4.0)},
 )
 
 
 def test_compute_runs_one_thing_after_another() -> None:
-    clock = Clock(Speeds())
+    clock = SimClock(QueueSpeeds())
     clock.run(2, "a")
     clock.run(3, "b")
     assert clock.compute == pytest.approx(5)
@@ -21,9 +21,9 @@ def test_compute_runs_one_thing_after_another() -> None:
 
 
 def test_a_job_is_ready_when_compute_is_done_with_what_came_before() -> None:
-    clock = Clock(LINK, drawn=True)
+    clock = SimClock(LINK, record=True)
     clock.run(2, "a")
-    job = clock.give("in", 30, label="x")
+    job = clock.submit("in", 30, label="x")
     clock.run(1, "b")
     clock.wait(job)
     assert job.begin == pytest.approx(2)
@@ -34,8 +34,8 @@ def test_a_job_is_ready_when_compute_is_done_with_what_came_before() -> None:
 
 
 def test_a_job_that_is_over_costs_no_wait() -> None:
-    clock = Clock(LINK)
-    job = clock.give("in", 30)
+    clock = SimClock(LINK)
+    job = clock.submit("in", 30)
     clock.run(4, "a")
     clock.wait(job)
     assert clock.compute == pytest.approx(4)
@@ -45,15 +45,15 @@ def test_a_job_that_is_over_costs_no_wait() -> None:
 def test_both_directions_share_a_link_whoever_came_first() -> None:
     """10 units in alone until second 1, then 6 a second beside 4 out: in is over at 1 + 20/6, out goes on alone."""
     for first in ("in", "out"):
-        clock = Clock(LINK)
+        clock = SimClock(LINK)
         if first == "in":
-            coming = clock.give("in", 30)
+            coming = clock.submit("in", 30)
             clock.run(1, "a")
-            leaving = clock.give("out", 40)
+            leaving = clock.submit("out", 40)
         else:
-            coming = clock.give("in", 30)
+            coming = clock.submit("in", 30)
             clock.run(1, "a")
-            leaving = clock.give("out", 40)
+            leaving = clock.submit("out", 40)
         for job in (coming, leaving) if first == "in" else (leaving, coming):
             clock.wait(job)
         shared = 20 / 6
@@ -62,10 +62,10 @@ def test_both_directions_share_a_link_whoever_came_first() -> None:
 
 
 def test_jobs_of_a_queue_keep_their_order_and_wait_for_others() -> None:
-    clock = Clock(LINK)
-    stash = clock.give("out", 8)
-    fetch = clock.give("in", 10, after=stash)
-    later = clock.give("in", 10)
+    clock = SimClock(LINK)
+    stash = clock.submit("out", 8)
+    fetch = clock.submit("in", 10, after=stash)
+    later = clock.submit("in", 10)
     clock.wait(later)
     assert stash.end == pytest.approx(1)
     assert (fetch.begin, fetch.end) == (pytest.approx(1), pytest.approx(2))
@@ -74,14 +74,14 @@ def test_jobs_of_a_queue_keep_their_order_and_wait_for_others() -> None:
 
 def test_a_busy_queue_slows_compute() -> None:
     """Half its speed for the three seconds of the job: two seconds of work take three and a half."""
-    clock = Clock(Speeds(alone={"in": 10.0}, slowdown={"in": 0.5}))
-    clock.give("in", 30)
+    clock = SimClock(QueueSpeeds(alone={"in": 10.0}, slowdown={"in": 0.5}))
+    clock.submit("in", 30)
     clock.run(2, "a")
     assert clock.compute == pytest.approx(3.5)
 
 
 def test_the_host_may_be_slower_than_the_device() -> None:
-    clock = Clock(Speeds(host_seconds=0.5))
+    clock = SimClock(QueueSpeeds(host_seconds=0.5))
     for _ in range(4):
         clock.issue()
         clock.run(0.1, "a")
@@ -93,7 +93,7 @@ def test_the_host_may_be_slower_than_the_device() -> None:
 
 
 def test_on_a_cpu_the_host_computes() -> None:
-    clock = Clock(Speeds(host_seconds=0.5, synchronous=True))
+    clock = SimClock(QueueSpeeds(host_seconds=0.5, synchronous=True))
     for _ in range(4):
         clock.issue()
         clock.run(1, "a")

@@ -10,7 +10,7 @@ from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from trunkline.attention.meta_kernel import Attended
-from trunkline.plan.cost_model import FREE, Cost, Costs, kind_of
+from trunkline.plan.cost_model import FREE, OperatorCost, CostModel, kind_of
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
 
@@ -68,9 +68,9 @@ RATES = {"copy": 1e12, "pointwise": 2e12, "transcendental": 3e12, "reduction": 4
 MACHINE = constant(memory={kind: points([[1, rate]], "made up", "2026") for kind, rate in RATES.items()})
 
 
-def cost(func: Any, *args: Any, **kwargs: Any) -> Cost:
+def cost(func: Any, *args: Any, **kwargs: Any) -> OperatorCost:
     out = func(*args, **kwargs)
-    return Costs(MACHINE).of_operator(func, args, kwargs, out)
+    return CostModel(MACHINE).operator_cost(func, args, kwargs, out)
 
 
 X, Y = meta(64, 32), meta(64, 32, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ BYTES = {
 def test_bytes_over_a_rate(name: str) -> None:
     func, args, nbytes, kind = BYTES[name]
     kwargs = {"dtype": torch.bfloat16} if func is aten._to_copy.default else {}
-    assert cost(func, *args, **kwargs) == Cost(pytest.approx(nbytes / RATES[kind]), 0)
+    assert cost(func, *args, **kwargs) == OperatorCost(pytest.approx(nbytes / RATES[kind]), 0)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_views_cost_the_device_nothing(func: Any, args: Any) -> None:
 
 
 def test_no_kernel_is_faster_than_the_least_one() -> None:
-    slow = Costs(constant(kernel_seconds=1e-5))
-    assert slow.of_operator(aten.add.Tensor, (X, X), {}, X).seconds == 1e-5
-    assert slow.of_operator(aten.mm.default, (X, X.T), {}, meta(64, 64)).seconds == 1e-5
-    assert slow.of_operator(aten.view.default, (X, [-1]), {}, X.view(-1)) == FREE
-    assert slow.of_attention(attended("forward")).seconds == 1e-5
+    slow = CostModel(constant(kernel_seconds=1e-5))
+    assert slow.operator_cost(aten.add.Tensor, (X, X), {}, X).seconds == 1e-5
+    assert slow.operator_cost(aten.mm.default, (X, X.T), {}, meta(64, 64)).seconds == 1e-5
+    assert slow.operator_cost(aten.view.default, (X, [-1]), {}, X.view(-1)) == FREE
+    assert slow.attention_cost(attended("forward")).seconds == 1e-5
 
 
 A, B = meta(512, 128), meta(128, 256)
@@ -136,13 +136,13 @@ def test_products_by_their_flops(name: str) -> None:
     """All of them are 512 rows by 128 by 256."""
     func, args = PRODUCTS[name]
     flops = 2 * 512 * 128 * 256
-    assert cost(func, *args) == Cost(pytest.approx(flops / 1e13), flops)
+    assert cost(func, *args) == OperatorCost(pytest.approx(flops / 1e13), flops)
 
 
 def test_thin_products_by_their_bytes() -> None:
     vector, matrix = meta(1, 4096), meta(4096, 4096)
     nbytes = 4 * (4096 + 4096 * 4096 + 4096)
-    assert cost(aten.mm.default, vector, matrix) == Cost(pytest.approx(nbytes / 1e12), 2 * 4096 * 4096)
+    assert cost(aten.mm.default, vector, matrix) == OperatorCost(pytest.approx(nbytes / 1e12), 2 * 4096 * 4096)
 
 
 def attended(direction: Any, *, kernel: str = "flash", causal: bool = True) -> Attended:
@@ -151,19 +151,19 @@ def attended(direction: Any, *, kernel: str = "flash", causal: bool = True) -> A
 
 def test_attention_by_its_pairs() -> None:
     """Causal: the last query sees all keys. Backward computes scores again, which take time and are no work."""
-    costs = Costs(MACHINE)
+    costs = CostModel(MACHINE)
     for causal, seen in ((True, 64 * 256 - 64 * 63 // 2), (False, 64 * 256)):
         pairs = 2 * 8 * seen
-        forward, backward = (costs.of_attention(attended(d, causal=causal)) for d in ("forward", "backward"))
-        assert forward == Cost(pytest.approx(2 * (128 + 96) * pairs / 2e14), 2 * (128 + 96) * pairs)
-        assert backward == Cost(pytest.approx(5 * (128 + 96) * pairs / 1.5e14), 4 * (128 + 96) * pairs)
+        forward, backward = (costs.attention_cost(attended(d, causal=causal)) for d in ("forward", "backward"))
+        assert forward == OperatorCost(pytest.approx(2 * (128 + 96) * pairs / 2e14), 2 * (128 + 96) * pairs)
+        assert backward == OperatorCost(pytest.approx(5 * (128 + 96) * pairs / 1.5e14), 4 * (128 + 96) * pairs)
 
 
 def test_attention_by_plain_products_takes_longer() -> None:
     """All of the rectangle, and scores in fp32 through memory, for the same FLOPs."""
-    costs = Costs(MACHINE)
+    costs = CostModel(MACHINE)
     for direction in ("forward", "backward"):
-        flash, math = (costs.of_attention(attended(direction, kernel=kernel)) for kernel in ("flash", "math"))
+        flash, math = (costs.attention_cost(attended(direction, kernel=kernel)) for kernel in ("flash", "math"))
         assert math.flops == flash.flops
         assert math.seconds > 6 * 2 * 8 * 64 * 256 * 4 / RATES["transcendental"] > flash.seconds
 

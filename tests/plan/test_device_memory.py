@@ -11,18 +11,18 @@ from families import build
 from torch import Tensor
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.offload.lanes.sim_clock import Clock, Speeds
+from trunkline.offload.lanes.sim_clock import SimClock, QueueSpeeds
 from trunkline.plan.estimate import estimate
-from trunkline.plan.device_memory import DeviceMemory, Tally
+from trunkline.plan.device_memory import DeviceMemory, MemoryTally
 from trunkline.plan.op_tracer import OpTracer
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 
 
 def watched(run: Callable[[], object], *known: Tensor) -> DeviceMemory:
     """What is counted while something runs, and its result is held."""
     memory = DeviceMemory()
     memory.know(known)
-    observed = OpTracer(None, Clock(Speeds()), memory)
+    observed = OpTracer(None, SimClock(QueueSpeeds()), memory)
     with observed.watching():
         held = run()
         memory.at_end = memory.held
@@ -82,7 +82,7 @@ def test_forward_and_backward_by_hand() -> None:
 
     memory = DeviceMemory()
     memory.know([x, w1, w2])
-    with OpTracer(None, Clock(Speeds()), memory).watching():
+    with OpTracer(None, SimClock(QueueSpeeds()), memory).watching():
         h = (x @ w1).relu()
         peaks.append(memory.peak)
         y = h @ w2
@@ -103,7 +103,7 @@ def test_forward_and_backward_by_hand() -> None:
 
 
 def test_a_tally_says_what_was_held_at_its_peak() -> None:
-    tally, told = Tally(), []
+    tally, told = MemoryTally(), []
     tally.changed = told.append
     tally.put("a", 10)
     tally.note("of it", 4)
@@ -124,7 +124,7 @@ SIZES = {name: sum(p.nbytes for p in part.parameters()) for name, part in (
 
 def test_parts_of_a_step() -> None:
     """The peak lies in the backward of the highest layer: its gradients are there, and the head's, and no others."""
-    found = estimate(MODEL, 64, chunk_size=16, optimizer=AdamW())
+    found = estimate(MODEL, 64, chunk_size=16, optimizer=AdamWSpec())
     held = found.memory["device"]
     assert held["parameters"] == SIZES["all"]
     assert held["optimizer"] == 2 * SIZES["all"]
@@ -136,7 +136,7 @@ def test_parts_of_a_step() -> None:
     without = estimate(MODEL, 64, chunk_size=16)
     assert set(held) - set(without.memory["device"]) == {"optimizer"}
     assert sum(held.values()) - sum(without.memory["device"].values()) == 2 * SIZES["all"]
-    evaluated = estimate(MODEL, 64, chunk_size=16, backward=False, optimizer=AdamW()).memory["device"]
+    evaluated = estimate(MODEL, 64, chunk_size=16, backward=False, optimizer=AdamWSpec()).memory["device"]
     assert not {"gradients", "optimizer"} & set(evaluated)
 
 
@@ -149,12 +149,12 @@ def test_gradients_stay_until_the_step_is_over() -> None:
 def test_all_together_is_between_its_parts() -> None:
     """No less than what lies beyond the stores at its own peak, and no more than both peaks."""
     for n in (2, 4, 8):
-        each = estimate(MODEL, 16 * n, chunk_size=16, optimizer=AdamW())
+        each = estimate(MODEL, 16 * n, chunk_size=16, optimizer=AdamWSpec())
         assert each.beyond_stores < sum(each.memory["device"].values()) <= each.beyond_stores + each.peaks["device"]
 
 
 def test_what_gathers_is_on_the_device_and_leaves_it() -> None:
-    found = estimate(MODEL, 64, chunk_size=16, parallel_dims=ParallelDims(dp=2), optimizer=AdamW()).memory
+    found = estimate(MODEL, 64, chunk_size=16, parallel_dims=ParallelDims(dp=2), optimizer=AdamWSpec()).memory
     assert found["device"]["gathered parameters"] == SIZES["all"] - 2 * SIZES["layer"]
     assert found["device"]["parameters"] == SIZES["all"] // 2
     assert found["host"] == {}

@@ -129,11 +129,11 @@ def test_the_model_stays_as_it_was() -> None:
 def test_one_blank_serves_many_rehearsals() -> None:
     """And what one of them does to it no other sees: parameters spread over ranks, then whole again."""
     model = build("llama", torch.float32)
-    blank = MetaModel.of(model)
-    sharding_spec = estimate(blank, 32, chunk_size=8, parallel_dims=ParallelDims(dp=2))
+    meta_model = MetaModel.from_model(model)
+    sharding_spec = estimate(meta_model, 32, chunk_size=8, parallel_dims=ParallelDims(dp=2))
     assert sharding_spec.memory["device"]["gathered parameters"] > 0
     for _ in range(2):
-        assert estimate(blank, 32, chunk_size=8) == estimate(model, 32, chunk_size=8)
+        assert estimate(meta_model, 32, chunk_size=8) == estimate(model, 32, chunk_size=8)
 
 
 def test_what_is_refused() -> None:

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import load
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.estimate_timeline import MOST_POINTS, before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 
@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.fixture(params=CASES, scope="module")
 def estimated(request, model):
-    settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamW(), "drawn": True}
+    settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamWSpec(), "drawn": True}
     return estimate(model, SEQ_LEN, **settings, **CASES[request.param])
 
 
@@ -91,8 +91,8 @@ def test_a_file_gives_it_back(timeline):
 
 
 def test_the_spike_is_smaller_in_chunks(model):
-    settings = {"hardware": "h200", "optimizer": AdamW()}
-    after = timeline_of(estimate(model, SEQ_LEN, chunk_size=2048, drawn=True, **settings), "after", {})
+    settings = {"hardware": "h200", "optimizer": AdamWSpec()}
+    after = timeline_of(estimate(model, SEQ_LEN, chunk_size=2048, timeline=True, **settings), "after", {})
     unchunked = before(model, SEQ_LEN, title="before", **settings)
     # Logits of all tokens, in fp32, and their gradient exist at once.
     assert unchunked.peak("device") > SEQ_LEN * 32_000 * (4 + 4)
@@ -105,7 +105,7 @@ def test_the_spike_is_smaller_in_chunks(model):
 
 
 def test_points_are_bounded_and_the_peak_is_none_of_those_left_out(model):
-    many = estimate(model, SEQ_LEN, chunk_size=64, hardware="h200", drawn=True)
+    many = estimate(model, SEQ_LEN, chunk_size=64, hardware="h200", timeline=True)
     assert len(many.step.memory["device"]) > MOST_POINTS // 2
     timeline = timeline_of(many, "many chunks", {})
     assert all(len(steps) <= MOST_POINTS for steps in timeline.memory.values())

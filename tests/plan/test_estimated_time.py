@@ -11,8 +11,8 @@ from plan.profiles import KINDS, constant
 
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import figure, points
-from trunkline.plan.estimate import Step
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.estimate import StepTiming
+from trunkline.plan.model_states import AdamWSpec
 
 S, C, E, V, LAYERS, HEADS = 64, 16, 32, 97, 3, 4
 N = S // C
@@ -34,7 +34,7 @@ def memory(rate: float) -> dict[str, Any]:
     return {kind: points([[1, rate]], "made up", "2026") for kind in KINDS}
 
 
-def step(family: str = "llama", dtype: torch.dtype = torch.float32, **given: Any) -> Step:
+def step(family: str = "llama", dtype: torch.dtype = torch.float32, **given: Any) -> StepTiming:
     machine = {name: given.pop(name) for name in list(given) if name in _MACHINE}
     found = estimate(build(family, dtype), S, device="cuda", hardware=constant(**machine),
                      **{"chunk_size": C, **given}).step  # fmt: skip
@@ -70,8 +70,8 @@ def test_products_and_attention_over_their_rates(keep: tuple[str, ...], forwards
 
 def test_bytes_over_their_rate() -> None:
     """Where only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter, too."""
-    slow = step(memory=memory(1e6), optimizer=AdamW())
-    assert slow.seconds == pytest.approx(2 * step(memory=memory(2e6), optimizer=AdamW()).seconds, rel=1e-3)
+    slow = step(memory=memory(1e6), optimizer=AdamWSpec())
+    assert slow.seconds == pytest.approx(2 * step(memory=memory(2e6), optimizer=AdamWSpec()).seconds, rel=1e-3)
     name, begin, end = slow.phases[-1]
     parameters = sum(p.numel() for p in build("llama").parameters())
     assert (name, end - begin) == ("optimizer", pytest.approx(32 * parameters / 1e6))
@@ -143,10 +143,10 @@ def test_compute_is_slower_while_a_lane_works() -> None:
 
 
 def test_phases_are_the_whole_step() -> None:
-    found = step(optimizer=AdamW())
+    found = step(optimizer=AdamWSpec())
     assert [name for name, _, _ in found.phases] == ["embed", "forward", "head", "backward", "optimizer"]
     assert found.phases[0][1] == 0
     assert all(a[2] == b[1] for a, b in zip(found.phases, found.phases[1:], strict=False))
-    forward = step(backward=False, optimizer=AdamW())
+    forward = step(backward=False, optimizer=AdamWSpec())
     assert [name for name, _, _ in forward.phases] == ["embed", "forward", "head"]
     assert forward.model_flops == found.model_flops // 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trunkline.plan.meta_output_cache import Forms
+from trunkline.plan.meta_output_cache import MetaOutputCache
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def form(x: torch.Tensor) -> tuple[Any, ...]:
     ],
 )
 def test_a_second_call_gives_the_same_form_without_a_call(func: Any, args: tuple[Any, ...]) -> None:
-    forms, expected = Forms(), func(*args)
+    forms, expected = MetaOutputCache(), func(*args)
     with Calls() as calls:
         given = [forms.call(func, args, {}) for _ in range(3)]
     assert calls.counts[func] == 1
@@ -57,7 +57,7 @@ def test_a_second_call_gives_the_same_form_without_a_call(func: Any, args: tuple
 
 
 def test_other_shapes_strides_dtypes_and_arguments_are_other_forms() -> None:
-    forms = Forms()
+    forms = MetaOutputCache()
     calls = [
         (aten.sum.dim_IntList, (meta(3, 4), [0])), (aten.sum.dim_IntList, (meta(3, 4), [1])),
         (aten.clone.default, (meta(3, 4),)), (aten.clone.default, (meta(4, 3).t(),)),
@@ -70,7 +70,7 @@ def test_other_shapes_strides_dtypes_and_arguments_are_other_forms() -> None:
 
 
 def test_views_and_changes_in_place_stay_what_they_are() -> None:
-    forms, x = Forms(), meta(4, 6)
+    forms, x = MetaOutputCache(), meta(4, 6)
     for _ in range(2):
         assert forms.call(aten.add_.Tensor, (x, 1), {}) is x
         for func, args in ((aten.view.default, (x, [24])), (aten._unsafe_view.default, (x, [24]))):
@@ -79,6 +79,6 @@ def test_views_and_changes_in_place_stay_what_they_are() -> None:
 
 
 def test_tensors_with_contents_are_computed() -> None:
-    forms, x = Forms(), torch.arange(3.0)
+    forms, x = MetaOutputCache(), torch.arange(3.0)
     assert forms.call(aten.add.Tensor, (x, 1), {}).tolist() == [1, 2, 3]
     assert forms.call(aten.add.Tensor, (x, x), {}).tolist() == [0, 2, 4]

@@ -10,32 +10,34 @@ from families import build
 from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.search_space import Machine, Task, chunk_sizes, kept, meshes
+from trunkline.plan.search_space import Cluster, TrainingJob, chunk_sizes, keep_options, meshes
 from trunkline.plan.estimate import estimate
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import DoesNotFit, Planner
 from trunkline.plan.estimate import Estimate
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 
 MIB = 2**20
-BLANK = MetaModel.of(build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2))
+META_MODEL = MetaModel.from_model(
+    build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+)
 
 
-def machine(device_mib: float, *, devices: int = 1, host: int = 2**34) -> Machine:
+def cluster(device_mib: float, *, devices: int = 1, host: int = 2**34) -> Cluster:
     """With so much memory on a device that can be used."""
     hardware = constant(memory_bytes=int((device_mib * MIB + 3 * 2**29) / 0.96))
-    return Machine(hardware, devices, host)
+    return Cluster(hardware, devices, host)
 
 
 def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
-    planner = Planner(BLANK, machine(64))
-    plan = planner.best(Task(32_768))
+    planner = Planner(META_MODEL, cluster(64))
+    plan = planner.best(TrainingJob(32_768))
     assert plan.excess <= 0
     assert plan.estimate.step is not None
-    assert plan.others
-    assert all(seconds >= plan.estimate.step.seconds for _, seconds in plan.others)
-    assert plan.estimate.peaks["device"] <= plan.room.device
+    assert plan.alternatives
+    assert all(seconds >= plan.estimate.step.seconds for _, seconds in plan.alternatives)
+    assert plan.estimate.peaks["device"] <= plan.budgets.device
 
 
 @pytest.mark.parametrize("hidden_mib", [4, 2**10])
@@ -47,21 +49,21 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
         found = shown(*args, **kwargs)  # type: ignore[arg-type]
         return replace(found, beyond_stores=max(found.beyond_stores - hidden_mib * MIB, 0))
 
-    honest = Planner(BLANK, machine(40)).best(Task(32_768))
+    honest = Planner(META_MODEL, cluster(40)).best(TrainingJob(32_768))
     assert honest.excess <= 0
     monkeypatch.setattr("trunkline.plan.planner.estimate", probe)
-    tight = Planner(BLANK, machine(40)).best(Task(32_768))
+    tight = Planner(META_MODEL, cluster(40)).best(TrainingJob(32_768))
     assert tight.excess <= 0
-    assert 0 < tight.room.device <= honest.room.device + MIB
+    assert 0 < tight.budgets.device <= honest.budgets.device + MIB
     with pytest.raises(DoesNotFit, match=r"too much with chunk|the chunks under way take"):
-        Planner(BLANK, machine(4)).best(Task(32_768))
+        Planner(META_MODEL, cluster(4)).best(TrainingJob(32_768))
 
 
 def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
-    count = sum(p.numel() for p in BLANK.model.parameters())
+    count = sum(p.numel() for p in META_MODEL.model.parameters())
     whole = [
-        Planner(BLANK, machine(64, devices=2))
-        .best(Task(4_096, parallel_dims=ParallelDims(sp=2), sharding_spec=sharding_spec))
+        Planner(META_MODEL, cluster(64, devices=2))
+        .best(TrainingJob(4_096, parallel_dims=ParallelDims(sp=2), sharding_spec=sharding_spec))
         .loading
         for sharding_spec in (ShardingSpec(zero=0), ShardingSpec(zero=3), ShardingSpec(zero=3, dtype=torch.float32))
     ]
@@ -69,16 +71,16 @@ def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
 
 
 def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:
-    task = Task(32_768)
-    roomy, tight = (Planner(BLANK, machine(size)).best(task) for size in (256, 24))
+    job = TrainingJob(32_768)
+    roomy, tight = (Planner(META_MODEL, cluster(size)).best(job) for size in (256, 24))
     assert sum(roomy.estimate.memory["device"].values()) > sum(tight.estimate.memory["device"].values())
     assert tight.estimate.moved["stash"] > roomy.estimate.moved["stash"] == 0
     with pytest.raises(DoesNotFit, match=r"needs .* before anything is kept .* too much with chunk"):
-        Planner(BLANK, machine(1)).best(task)
+        Planner(META_MODEL, cluster(1)).best(job)
 
 
 def test_budgets_reserve_what_a_step_needs_and_no_more() -> None:
-    plan = Planner(BLANK, machine(24)).best(Task(32_768))
+    plan = Planner(META_MODEL, cluster(24)).best(TrainingJob(32_768))
     assert plan.settings["host_budget"] == plan.estimate.reserved["host"]
     assert plan.estimate.peaks["host"] <= plan.settings["host_budget"] < 1.1 * plan.estimate.peaks["host"] + MIB
 
@@ -86,38 +88,38 @@ def test_budgets_reserve_what_a_step_needs_and_no_more() -> None:
 @pytest.mark.parametrize("device_mib", [16, 24, 40])
 def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
     """Bounded by host memory; it ends, whatever the sizes."""
-    small = machine(device_mib, host=64 * MIB)
-    plan = Planner(BLANK, small).longest(Task(4_096), timed=False)
+    small = cluster(device_mib, host=64 * MIB)
+    plan = Planner(META_MODEL, small).longest(TrainingJob(4_096), timed=False)
     assert plan.excess <= 0
-    assert plan.task.context % 1_024 == 0
-    more = Task(plan.task.context * 9 // 8 // 1_024 * 1_024 + 1_024)
-    planner = Planner(BLANK, small)
-    for keep, every in kept(more, 4):
+    assert plan.job.context % 1_024 == 0
+    more = TrainingJob(plan.job.context * 9 // 8 // 1_024 * 1_024 + 1_024)
+    planner = Planner(META_MODEL, small)
+    for keep, every in keep_options(more, 4):
         for chunk in chunk_sizes(more, small.hardware):
-            choice = type(plan.choice)(ParallelDims(), plan.choice.sharding_spec, chunk, keep, every)
-            assert planner._lack(more, choice) is not None
+            candidate = type(plan.candidate)(ParallelDims(), plan.candidate.sharding_spec, chunk, keep, every)
+            assert planner._lack(more, candidate) is not None
 
 
 def test_what_is_given_is_not_chosen() -> None:
     fixed = {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2, "device_budget": 20 * MIB}
-    plan = Planner(BLANK, machine(256)).best(Task(16_384, fixed=fixed))
-    assert plan.choice.settings == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
-    assert plan.room.device == 20 * MIB
+    plan = Planner(META_MODEL, cluster(256)).best(TrainingJob(16_384, fixed=fixed))
+    assert plan.candidate.settings == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
+    assert plan.budgets.device == 20 * MIB
 
 
 def test_replicas_come_first_then_heads_then_rows() -> None:
-    task = Task(1_024, batch_size=4)
-    assert [(d.dp, d.sp, d.cp) for d in meshes(task, machine(64, devices=8), 4)] == [(4, 2, 1), (2, 4, 1), (1, 4, 2)]
+    job = TrainingJob(1_024, batch_size=4)
+    assert [(d.dp, d.sp, d.cp) for d in meshes(job, cluster(64, devices=8), 4)] == [(4, 2, 1), (2, 4, 1), (1, 4, 2)]
     with pytest.raises(ValueError, match="makes 2 ranks"):
-        Planner(BLANK, machine(64, devices=3)).best(
-            Task(1_024, parallel_dims=ParallelDims(sp=2), sharding_spec=ShardingSpec())
+        Planner(META_MODEL, cluster(64, devices=3)).best(
+            TrainingJob(1_024, parallel_dims=ParallelDims(sp=2), sharding_spec=ShardingSpec())
         )
 
 
 def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
-    planner = [Planner(BLANK, machine(64)).best(Task(4_096, micro_batches=n)) for n in (1, 2)]
+    planner = [Planner(META_MODEL, cluster(64)).best(TrainingJob(4_096, micro_batches=n)) for n in (1, 2)]
     held = [sum(p.estimate.memory["device"].values()) for p in planner]
-    count = sum(p.numel() for p in BLANK.model.parameters())
+    count = sum(p.numel() for p in META_MODEL.model.parameters())
     assert planner[1].estimate.memory["device"]["gradients of earlier micro-batches"] == 4 * count
     assert held[1] == held[0] + 4 * count
 
@@ -125,10 +127,10 @@ def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
 def test_machines_that_are_none() -> None:
     for given in ({"devices": 0}, {"devices": True}, {"host_bytes": 0}, {"disk_bytes": -1}):
         with pytest.raises(ValueError, match="give"):
-            Machine(constant(), **{"devices": 1, "host_bytes": 1, **given})  # type: ignore[arg-type]
+            Cluster(constant(), **{"devices": 1, "host_bytes": 1, **given})  # type: ignore[arg-type]
 
 
 def test_device_hours() -> None:
-    plan = Planner(BLANK, machine(64)).best(Task(4_096, optimizer=AdamW()))
+    plan = Planner(META_MODEL, cluster(64)).best(TrainingJob(4_096, optimizer=AdamWSpec()))
     assert plan.estimate.step is not None
     assert plan.gpu_hours(4_096 * 3_600) == pytest.approx(plan.estimate.step.seconds)

@@ -14,10 +14,10 @@ from plan.profiles import constant
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.hf.decoder import HuggingFaceDecoder
 from trunkline.plan.estimate import estimate
-from trunkline.plan.representative_layers import standing
+from trunkline.plan.representative_layers import representatives
 from trunkline.plan.estimate import Estimate
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 
 LAYERS = 12
 ALTERNATING = [("full_attention" if i % 3 == 2 else "sliding_attention") for i in range(LAYERS)]
@@ -63,7 +63,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
 
 def both(name: str, calls: Counter[int], **more: Any) -> tuple[Estimate, Estimate, int]:
     """A rehearsal through some layers, and through all; and how many some were."""
-    given = {"hardware": constant(host_seconds=2e-6, kernel_seconds=1e-6), "optimizer": AdamW(), "chunk_size": 16,
+    given = {"hardware": constant(host_seconds=2e-6, kernel_seconds=1e-6), "optimizer": AdamWSpec(), "chunk_size": 16,
              "device": "cuda", **CASES[name][0], **more}  # fmt: skip
     windows, frozen, layers = given.pop("windows", False), given.pop("frozen", 0), given.pop("layers", LAYERS)
     changes = {"use_sliding_window": True, "sliding_window": 9, "layer_types": ALTERNATING} if windows else {}
@@ -104,7 +104,7 @@ def test_the_result_is_that_of_all_layers(name: str, calls: Counter[int]) -> Non
 
 
 def test_what_is_drawn_is_every_layer(calls: Counter[int]) -> None:
-    some, every, _ = both("room for the inputs of some", calls, drawn=True)
+    some, every, _ = both("room for the inputs of some", calls, timeline=True)
     for rehearsal in (some, every):
         labels = {label for _, _, label in rehearsal.step.lanes["compute"]}
         assert labels == {"embed", "head", "backward", "forward",
@@ -115,7 +115,7 @@ def test_what_is_drawn_is_every_layer(calls: Counter[int]) -> None:
 
 
 def test_of_each_kind_and_neighbourhood_the_first_two_stand() -> None:
-    assert standing("aaaaaa") == {0: 0, 1: 1, 2: 2, 3: 2, 4: 2, 5: 5}
-    assert standing("abababab") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 3, 6: 4, 7: 7}
-    assert standing("aabb") == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert standing("") == {}
+    assert representatives("aaaaaa") == {0: 0, 1: 1, 2: 2, 3: 2, 4: 2, 5: 5}
+    assert representatives("abababab") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 3, 6: 4, 7: 7}
+    assert representatives("aabb") == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert representatives("") == {}

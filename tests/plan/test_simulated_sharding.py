@@ -14,7 +14,7 @@ from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import figure
 from trunkline.plan.estimate import Estimate
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 
 MODEL = build("llama", torch.float32)
 ALL = sum(p.nbytes for p in MODEL.parameters())
@@ -25,7 +25,7 @@ LATENCY, BANDWIDTH, UPLINK = 1e-5, 1e11, 2  # of the profile
 
 
 def rehearsed(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
-    settings = {"device": "cuda", "hardware": constant(), "chunk_size": 16, "optimizer": AdamW(), **more}
+    settings = {"device": "cuda", "hardware": constant(), "chunk_size": 16, "optimizer": AdamWSpec(), **more}
     return estimate(MODEL, 64, parallel_dims=ParallelDims(dp=ranks), sharding_spec=sharding_spec, **settings)
 
 
@@ -77,7 +77,7 @@ def test_masters_rest_wider_than_what_computes() -> None:
         chunk_size=16,
         parallel_dims=ParallelDims(dp=2),
         sharding_spec=ShardingSpec(dtype=torch.float32),
-        optimizer=AdamW(),
+        optimizer=AdamWSpec(),
     ).memory["device"]
     assert found["parameters"] == ALL // 2
     assert found["optimizer"] == 2 * (ALL // 2)

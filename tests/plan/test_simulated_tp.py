@@ -65,7 +65,7 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
 
 
 def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    blank = MetaModel.of(build("llama", torch.float32, **SHAPE))
+    meta_model = MetaModel.from_model(build("llama", torch.float32, **SHAPE))
     monkeypatch.setattr(simulated_tp.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="tp=2"), simulated_tp.cut(blank, 2):
+    with pytest.raises(ValueError, match="tp=2"), simulated_tp.cut(meta_model, 2):
         pass

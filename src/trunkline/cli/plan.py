@@ -14,10 +14,10 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trunkline.plan.search_space import Machine
+from trunkline.plan.search_space import Cluster
 from trunkline.plan.hardware import load
 from trunkline.plan.planner import DoesNotFit, Plan, Planner
-from trunkline.train.planning import blank_model, task_of, written
+from trunkline.train.planning import meta_model_of, job_of, written
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import count_text
 from trunkline.train.settings import dump_recipe, load_recipe
@@ -71,7 +71,7 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
         raise ValueError(
             "--write with --scratch: set offload_dir (in the recipe, or --offload_dir FOLDER) to a folder."
         )
-    machine = _machine(asked)
+    cluster = _cluster(asked)
     with Bar(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -87,11 +87,11 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
             if bar.disable:  # a log: a search of minutes must not be silent
                 errors.print(f"rehearsed {text}", highlight=False, markup=False, soft_wrap=True)
 
-        planner = Planner(blank_model(recipe), machine, tell)
+        planner = Planner(meta_model_of(recipe), cluster, tell)
         bar.update(line, description="looking for what fits")
-        task = task_of(recipe)
+        job = job_of(recipe)
         try:
-            plan = planner.longest(task) if asked.max_length else planner.best(task)
+            plan = planner.longest(job) if asked.max_length else planner.best(job)
         except DoesNotFit as error:
             if asked.as_json:
                 console.print_json(json.dumps({"fits": False, "why_not": str(error)}))
@@ -101,9 +101,9 @@ def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Ask
         drawn = None
         if asked.step is not None:
             bar.update(line, description="rehearsing the step once more, and without chunks, to draw them")
-            title = f"{_described(recipe, planner.model)}, {plan.task.context:,} tokens, {plan.choice}"
-            drawn = planner.drawn(plan, title)
-    a_step = plan.task.context * plan.task.batch_size * plan.task.micro_batches
+            title = f"{_described(recipe, planner.model)}, {plan.job.context:,} tokens, {plan.candidate}"
+            drawn = planner.timelines(plan, title)
+    a_step = plan.job.context * plan.job.batch_size * plan.job.micro_batches
     tokens = asked.tokens or a_step * recipe.steps
     if asked.as_json:
         console.print_json(json.dumps(record(plan, tokens)))
@@ -129,7 +129,7 @@ def _described(recipe: Recipe, model: Any) -> str:
     return f"{recipe.model.preset or recipe.model.path} ({count_text(count)} parameters, vocabulary {words:,})"
 
 
-def _machine(asked: Asked) -> Machine:
+def _cluster(asked: Asked) -> Cluster:
     hardware = load(asked.hardware, attention=asked.attention)
     host = parse_bytes("host_memory", asked.host_memory)
     if host is None and hardware.host_bytes is None:
@@ -138,7 +138,7 @@ def _machine(asked: Asked) -> Machine:
             "1TiB."
         )
     disk = parse_bytes("disk", asked.disk) or 0
-    return Machine(hardware, asked.gpus, hardware.host_bytes or 0 if host is None else host, disk)
+    return Cluster(hardware, asked.gpus, hardware.host_bytes or 0 if host is None else host, disk)
 
 
 def record(plan: Plan, tokens: int) -> dict[str, Any]:
@@ -152,16 +152,16 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
     assert step is not None
     return {
         "fits": True,
-        "hardware": f"{plan.machine.devices} x {plan.machine.hardware.title}",
-        "context": plan.task.context,
+        "hardware": f"{plan.cluster.devices} x {plan.cluster.hardware.title}",
+        "context": plan.job.context,
         "settings": plan.settings,
         "parallel": {
-            "dp": plan.choice.parallel_dims.dp,
-            "sp": plan.choice.parallel_dims.sp,
-            "cp": plan.choice.parallel_dims.cp,
-            "tp": plan.choice.parallel_dims.tp,
-            "zero": plan.choice.sharding_spec.zero,
-            "offload": plan.choice.sharding_spec.offload,
+            "dp": plan.candidate.parallel_dims.dp,
+            "sp": plan.candidate.parallel_dims.sp,
+            "cp": plan.candidate.parallel_dims.cp,
+            "tp": plan.candidate.parallel_dims.tp,
+            "zero": plan.candidate.sharding_spec.zero,
+            "offload": plan.candidate.sharding_spec.offload,
         },
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second * step.devices,
@@ -170,16 +170,16 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "peaks": {tier: sum(parts.values()) for tier, parts in rehearsal.memory.items()},
         "holders": rehearsal.memory,
         "capacity": {
-            "device": plan.machine.device_room,
-            "host": plan.machine.host_room,
-            "disk": plan.machine.disk_room,
+            "device": plan.cluster.usable_device_bytes,
+            "host": plan.cluster.usable_host_bytes,
+            "disk": plan.cluster.usable_disk_bytes,
         },
         "exposed": step.exposed,
         "moved": rehearsal.moved,
         "loading": plan.loading,
         "tokens": tokens,
         "gpu_hours": plan.gpu_hours(tokens),
-        "others": [{"choice": str(choice), "seconds": seconds} for choice, seconds in plan.others],
+        "others": [{"choice": str(candidate), "seconds": seconds} for candidate, seconds in plan.alternatives],
     }
 
 
@@ -193,7 +193,7 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         tokens: of the run whose cost is told.
         longest: whether the context was looked for.
     """
-    step, machine, room = plan.estimate.step, plan.machine, plan.room
+    step, cluster, budgets = plan.estimate.step, plan.cluster, plan.budgets
     assert step is not None
 
     def say(text: str, style: str = "") -> None:
@@ -202,14 +202,18 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     mfu = "MFU not countable"
     if step.mfu is not None:
         mfu = f"MFU {step.mfu:.1%} (recomputation counted: {step.hardware_utilisation:.1%})"
-    say(f"{model} on {machine.devices} x {machine.hardware.title}, attention {machine.hardware.attention}", "bold")
-    say(f"{'longest context' if longest else 'fits'}: {plan.task.context:,} tokens x {plan.task.batch_size}", "green")
+    say(f"{model} on {cluster.devices} x {cluster.hardware.title}, attention {cluster.hardware.attention}", "bold")
+    say(f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}", "green")
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
-    say(f"with: {plan.choice}")
+    say(f"with: {plan.candidate}")
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("what holds it", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
-    rooms = {"device": machine.device_room, "host": machine.host_room, "disk": machine.disk_room}
+    rooms = {
+        "device": cluster.usable_device_bytes,
+        "host": cluster.usable_host_bytes,
+        "disk": cluster.usable_disk_bytes,
+    }
     for tier, parts in plan.estimate.memory.items():
         held = sum(parts.values())
         if held:
@@ -226,20 +230,20 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
     needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
-    budgets = [f"device_budget {in_units(room.device)}", *needed]
+    budgets = [f"device_budget {in_units(budgets.device)}", *needed]
     say(f"budgets of stream(): {', '.join(budgets)}")
     if plan.loading:
-        node = plan.loading * machine.here
+        node = plan.loading * cluster.devices_per_node_used
         text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"
-        if node > machine.host_bytes:
-            halved = ", or optimizer.fp32_master false, which halves it" if plan.choice.sharding_spec.dtype else ""
-            text += f", which has {in_units(machine.host_bytes)}: use nodes with more memory{halved}"
-        say(text, "red" if node > machine.host_bytes else "")
+        if node > cluster.host_bytes:
+            halved = ", or optimizer.fp32_master false, which halves it" if plan.candidate.sharding_spec.dtype else ""
+            text += f", which has {in_units(cluster.host_bytes)}: use nodes with more memory{halved}"
+        say(text, "red" if node > cluster.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
-    if plan.others:
+    if plan.alternatives:
         say("also rehearsed, and slower:")
-    for choice, seconds in sorted(plan.others, key=lambda other: other[1]):
-        say(f"  {seconds / step.seconds:.3f} x the time with {choice}", "dim")
+    for candidate, seconds in sorted(plan.alternatives, key=lambda other: other[1]):
+        say(f"  {seconds / step.seconds:.3f} x the time with {candidate}", "dim")
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from trunkline.config import StreamConfig
 from trunkline.offload.lanes.base import Lanes
 from trunkline.offload.lanes.cuda import CudaLanes
-from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.simulated import SimulatedLanes
 from trunkline.offload.lanes.thread import ThreadLanes
 from trunkline.offload.storage import HostSlab, ScratchFile, SimulatedStorage, Storage
@@ -72,7 +72,7 @@ class SimulatedBackend:
         linked: whether its host memory lies behind a link.
     """
 
-    def __init__(self, clock: Clock | None, *, linked: bool) -> None:
+    def __init__(self, clock: SimClock | None, *, linked: bool) -> None:
         self._clock, self._linked = clock, linked
 
     def lanes(self) -> Lanes:
@@ -85,7 +85,7 @@ class SimulatedBackend:
 
 
 def tiers_for(
-    device: torch.device, config: StreamConfig, *, virtual: bool = False, clock: Clock | None = None
+    device: torch.device, config: StreamConfig, *, virtual: bool = False, clock: SimClock | None = None
 ) -> Tiers:
     """The tiers of a model on a device.
 

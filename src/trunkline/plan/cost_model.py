@@ -46,7 +46,7 @@ _FREE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class OperatorCost:
     """Of an operator.
 
     Attributes:
@@ -58,10 +58,10 @@ class Cost:
     flops: int = 0
 
 
-FREE = Cost()
+FREE = OperatorCost()
 
 
-class Costs:
+class CostModel:
     """Costs on one machine.
 
     Args:
@@ -72,7 +72,7 @@ class Costs:
         self._hardware = hardware
         self._kinds: dict[Any, Kind] = {}
 
-    def of_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    def operator_cost(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
         """Of an operator of PyTorch, called with tensors that may have no contents.
 
         Args:
@@ -92,9 +92,9 @@ class Costs:
         if not nbytes:
             return FREE
         rate = self._hardware.memory_rate("copy" if kind == "rows" or kind == "fill" else kind, nbytes)
-        return Cost(max(self._hardware.kernel_seconds, nbytes / rate))
+        return OperatorCost(max(self._hardware.kernel_seconds, nbytes / rate))
 
-    def of_attention(self, call: Attended) -> Cost:
+    def attention_cost(self, call: Attended) -> OperatorCost:
         """Of a call of an attention kernel.
 
         Forward 2·D FLOPs a pair for scores and 2·Dv for outputs; backward twice that, beside the scores that a flash
@@ -104,11 +104,11 @@ class Costs:
         flops = (2 if call.direction == "forward" else 4) * dims * call.pairs
         done = (2 if call.direction == "forward" else 5) * dims * call.pairs
         if call.kernel == "math":
-            return Cost(self._by_products(call), flops)
+            return OperatorCost(self._by_products(call), flops)
         rate = self._hardware.attention_rate(
             call.direction, call.dtype, max(call.head_dim, call.value_dim), call.queries, call.keys, causal=call.causal
         )
-        return Cost(max(self._hardware.kernel_seconds, done / rate), flops)
+        return OperatorCost(max(self._hardware.kernel_seconds, done / rate), flops)
 
     def _by_products(self, call: Attended) -> float:
         """Seconds of attention by plain matrix products, all of the rectangle computed, scores in fp32."""
@@ -120,7 +120,7 @@ class Costs:
         flops = products * heads * call.queries * call.keys * (call.head_dim + call.value_dim)
         return flops / rate + passes * scores / hardware.memory_rate("transcendental", scores)
 
-    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Cost:
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
         if func._overloadpacket is _GROUPED:
             flops, m, n, k, dtype = _grouped(args[0], args[1], out)
         else:
@@ -130,7 +130,7 @@ class Costs:
         seconds = max(
             flops / self._hardware.matmul_rate(dtype, m, n, k), nbytes / self._hardware.memory_rate("copy", nbytes)
         )
-        return Cost(max(self._hardware.kernel_seconds, seconds), flops)
+        return OperatorCost(max(self._hardware.kernel_seconds, seconds), flops)
 
 
 def kind_of(func: Any) -> Kind:

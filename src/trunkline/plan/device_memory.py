@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Tally:
+class MemoryTally:
     """Bytes that a tier holds, and what they are.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tally:
             self.changed(self.held)
 
 
-class DeviceMemory(Tally):
+class DeviceMemory(MemoryTally):
     """Bytes that live tensors take, and what is put here by hand.
 
     Attributes:
@@ -64,7 +64,7 @@ class DeviceMemory(Tally):
 
     def __init__(self) -> None:
         super().__init__()
-        self.beyond = Tally()
+        self.beyond = MemoryTally()
         self._stored = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 

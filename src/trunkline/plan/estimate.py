@@ -30,24 +30,24 @@ from trunkline.hf.flops import UncountedModuleError, model_flops
 from trunkline.hf.introspect import UnsupportedModelError
 from trunkline.offload.backends import tiers_for
 from trunkline.offload.lanes.base import LANES
-from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.stores import Tiers
 from trunkline.plan import representative_layers, simulated_tp
-from trunkline.plan.cost_model import Costs
+from trunkline.plan.cost_model import CostModel
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.device_memory import DeviceMemory, Tally
+from trunkline.plan.device_memory import DeviceMemory, MemoryTally
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.op_tracer import OpTracer
-from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, wire
-from trunkline.plan.step_trace import Numbers, Recorder, StepSegment, Trace, compose
+from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, link
+from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
 from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
 from trunkline.plan.speeds import speeds_of
-from trunkline.plan.model_states import AdamW, States, states_of
+from trunkline.plan.model_states import AdamWSpec, ModelStates, model_states_of
 from trunkline.units import TIERS, TierName, in_units
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepTiming:
     """When everything would happen.
 
     Attributes:
@@ -113,7 +113,7 @@ class Estimate:
     peaks: dict[TierName, int]
     moved: dict[str, int]
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
-    step: Step | None = None
+    step: StepTiming | None = None
     beyond_stores: int = 0
     reserved: dict[TierName, int] = field(default_factory=dict)
 
@@ -140,10 +140,10 @@ def estimate(
     hardware: Hardware | str | None = None,
     parallel_dims: ParallelDims | None = None,
     sharding_spec: ShardingSpec | None = None,
-    optimizer: AdamW | None = None,
+    optimizer: AdamWSpec | None = None,
     micro_batches: int = 1,
     extrapolate: bool = True,
-    drawn: bool = False,
+    timeline: bool = False,
     **settings: Any,
 ) -> Estimate:
     """Run a step of a model without computing anything.
@@ -181,13 +181,13 @@ def estimate(
     if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
         raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
     _check_settings(settings, parallel_dims)
-    blank, parallel_dims = (
-        model if isinstance(model, MetaModel) else MetaModel.of(model),
+    meta_model, parallel_dims = (
+        model if isinstance(model, MetaModel) else MetaModel.from_model(model),
         parallel_dims or ParallelDims(),
     )
-    with simulated_tp.cut(blank, parallel_dims.tp) as own:
+    with simulated_tp.cut(meta_model, parallel_dims.tp) as own:
         rehearsing = Estimator(own, seq_len, batch_size, documents, device=device, hardware=hardware,
-                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(), drawn=drawn,
+                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(), timeline=timeline,
                                 settings=settings)  # fmt: skip
         try:
             return rehearsing.result(
@@ -204,7 +204,7 @@ class Estimator:
 
     def __init__(
         self,
-        blank: MetaModel,  # as a rank has it
+        meta_model: MetaModel,  # as a rank has it
         seq_len: int,
         batch_size: int,
         documents: Sequence[int] | None,
@@ -213,43 +213,51 @@ class Estimator:
         hardware: Hardware | str | None,
         parallel_dims: ParallelDims,
         sharding_spec: ShardingSpec,
-        drawn: bool,
+        timeline: bool,
         settings: dict[str, Any],
     ) -> None:
-        self._blank, self._decoder = blank.model, blank.decoder
-        self._whole = blank.model if blank.whole is None else blank.whole
-        self._reaches = blank.reaches
+        self._meta_model, self._decoder = meta_model.model, meta_model.decoder
+        self._whole = meta_model.model if meta_model.whole is None else meta_model.whole
+        self._reaches = meta_model.attention_spans
         self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
         self._hardware = _loaded(hardware)
-        self._parallel_dims, self._sharding_spec, self._drawn = parallel_dims, sharding_spec, drawn
+        self._parallel_dims, self._sharding_spec, self._timeline = parallel_dims, sharding_spec, timeline
         parallel_dims.check_world(parallel_dims.dp * parallel_dims.sp * parallel_dims.cp * parallel_dims.tp)
-        parallel_dims.check_heads(*heads_of(blank.model))
-        self._device = _device(device, self._hardware, blank.device)
+        parallel_dims.check_heads(*heads_of(meta_model.model))
+        self._device = _device(device, self._hardware, meta_model.device)
         self._config = resolve_config(None, {**settings, "progress": self._progress})
         world = parallel_dims.dp * parallel_dims.sp * parallel_dims.cp
-        self._clock = Clock(speeds_of(self._hardware, world * parallel_dims.tp), drawn=drawn)
+        self._clock = SimClock(speeds_of(self._hardware, world * parallel_dims.tp), record=timeline)
         self._memory = DeviceMemory()
-        self._tallies: dict[str, Tally] = {
-            "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": Tally(), "disk": Tally(),
+        self._tallies: dict[str, MemoryTally] = {
+            "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": MemoryTally(), "disk": MemoryTally(),
         }  # fmt: skip
         clock = None if self._hardware is None else self._clock
         self._ranks = SimulatedRanks(parallel_dims, self._hardware, clock)
         self._decoder.sharding = None
         self._sharding: SimulatedSharding | None = None
         if sharding_spec.cuts(world) or world > 1:
-            replicas = wire(world, world * parallel_dims.tp, self._hardware, clock)
+            replicas = link(world, world * parallel_dims.tp, self._hardware, clock)
             self._sharding = self._decoder.sharding = SimulatedSharding(
-                self._blank, self._decoder.layers, sharding_spec, replicas, clock, self._memory, self._tallies["host"]
+                self._meta_model,
+                self._decoder.layers,
+                sharding_spec,
+                replicas,
+                clock,
+                self._memory,
+                self._tallies["host"],
             )
         self._observed = OpTracer(
-            None if self._hardware is None else Costs(self._hardware), self._clock, self._memory,
-            wire(parallel_dims.tp, parallel_dims.tp, self._hardware, clock) if parallel_dims.tp > 1 else None,
+            None if self._hardware is None else CostModel(self._hardware), self._clock, self._memory,
+            link(parallel_dims.tp, parallel_dims.tp, self._hardware, clock) if parallel_dims.tp > 1 else None,
         )  # fmt: skip
-        self._recorder: Recorder | None = None
+        self._recorder: SegmentRecorder | None = None
         self._reserved: dict[TierName, int] = {}
         self._tiers = self._new_tiers()
 
-    def result(self, *, backward: bool, extrapolate: bool, optimizer: AdamW | None, micro_batches: int = 1) -> Estimate:
+    def result(
+        self, *, backward: bool, extrapolate: bool, optimizer: AdamWSpec | None, micro_batches: int = 1
+    ) -> Estimate:
         """Rehearse."""
         reaches = self._reaches
         with probe.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
@@ -257,17 +265,20 @@ class Estimator:
             full = self.placed(batch, seed)
             placement = full.stores.placement
             self._reserved = {} if placement is None else dict(placement.beyond)
-            units = representative_layers.units_of(full.layout)
-            kinds = representative_layers.kinds_of(units, self._decoder.layers, reaches, full.layout, placement)
-            stands = representative_layers.standing(kinds) if extrapolate else {i: i for i in range(len(units))}
+            units = representative_layers.layer_units(full.layout)
+            kinds = representative_layers.unit_kinds(units, self._decoder.layers, reaches, full.layout, placement)
+            stands = representative_layers.representatives(kinds) if extrapolate else {i: i for i in range(len(units))}
             chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
             self._tiers = self._new_tiers()
             if placement is not None:
-                self._tiers.decided = full.head_groups, representative_layers.with_layers(placement, full.layout, chosen)
+                self._tiers.decided = (
+                    full.head_groups,
+                    representative_layers.placement_of_layers(placement, full.layout, chosen),
+                )
             segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
         order = _order(segments, units, stands)
         ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
-        states = states_of(self._blank, self._sharding_spec, ranks, optimizer if backward else None,
+        states = model_states_of(self._meta_model, self._sharding_spec, ranks, optimizer if backward else None,
                            micro_batches=micro_batches)  # fmt: skip
         course = compose(order, {"device": states.device, BEYOND_STORES: states.device, "host": states.host,
                                  "disk": Counter()})  # fmt: skip
@@ -281,28 +292,28 @@ class Estimator:
         """
         run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
         if not self._tiers.limited:
-            with run.conditions.restored(), run.decoder.engaged(), torch.no_grad():
-                sweeps.look_at_token(run, differentiate=differentiate)
+            with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad():
+                sweeps.probe_token(run, differentiate=differentiate)
         run.stores.close()
         return run
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def _begin(self, decoder: Any, batch: Batch, seed: int, reaches: Sequence[Any]) -> tuple[StepState, bool]:
-        conditions = ReplayContext(self._blank, batch.input_ids_BS.device, seed)
+        conditions = ReplayContext(self._meta_model, batch.input_ids_BS.device, seed)
         return sweeps.begin(
             decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches
         )
 
     def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[StepSegment]:
         """The step with some of the layers."""
-        own = [local(p) for p in self._blank.parameters()]
-        self._memory.know([*own, *self._blank.buffers(), batch.input_ids_BS])
+        own = [local(p) for p in self._meta_model.parameters()]
+        self._memory.know([*own, *self._meta_model.buffers(), batch.input_ids_BS])
         self._tiers.ledger = self._note
-        recorder = self._recorder = Recorder(
-            self._clock, self._engine_bytes, self._tallies, self._numbers, drawn=self._drawn
+        recorder = self._recorder = SegmentRecorder(
+            self._clock, self._engine_bytes, self._tallies, self._numbers, timeline=self._timeline
         )
-        decoder = representative_layers.SomeLayers(self._decoder, chosen, recorder, self._memory)
+        decoder = representative_layers.DecoderSubset(self._decoder, chosen, recorder, self._memory)
         with self._observed.watching(), self._ranks.guard():
             with decoder.unsharded(None):
                 run, differentiate = self._begin(decoder, batch, seed, reaches)
@@ -365,7 +376,7 @@ class Estimator:
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def _rehearsal(
-        self, course: Trace, states: States, *, backward: bool, optimizer: AdamW | None, micro_batches: int
+        self, course: Trace, states: ModelStates, *, backward: bool, optimizer: AdamWSpec | None, micro_batches: int
     ) -> Estimate:
         numbers = course.numbers
         moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
@@ -387,7 +398,7 @@ class Estimator:
             reserved=self._reserved,
         )  # fmt: skip
 
-    def _step(self, course: Trace, tail: float, *, backward: bool) -> Step:
+    def _step(self, course: Trace, tail: float, *, backward: bool) -> StepTiming:
         assert self._hardware is not None
         devices = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp * self._parallel_dims.tp
         flops = None
@@ -402,7 +413,7 @@ class Estimator:
         seconds = numbers["seconds"]
         if tail:
             phases.append(("optimizer", seconds, seconds + tail))
-        return Step(
+        return StepTiming(
             seconds=seconds + tail,
             phases=phases,
             busy={lane: numbers[f"{lane} busy"] for lane in (*LANES, COMM)},
@@ -412,9 +423,9 @@ class Estimator:
             model_flops=flops if backward or flops is None else flops // 3,
             hardware_flops=int(numbers["flops"]) * devices,
             operators=int(numbers["operators"]),
-            peak_flops=self._hardware.peak(self._blank.get_input_embeddings().weight.dtype),
-            memory={tier: course.memory[tier] for tier in TIERS} if self._drawn else {},
-            lanes=course.lanes if self._drawn else {},
+            peak_flops=self._hardware.peak(self._meta_model.get_input_embeddings().weight.dtype),
+            memory={tier: course.memory[tier] for tier in TIERS} if self._timeline else {},
+            lanes=course.lanes if self._timeline else {},
         )
 
 

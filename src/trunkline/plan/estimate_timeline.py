@@ -23,7 +23,7 @@ def timeline_of(rehearsal: Estimate, title: str, capacity: Capacity) -> Timeline
     """Return a rehearsed step as a timeline.
 
     Args:
-        rehearsal: with a time and drawn: `estimate(..., hardware=..., drawn=True)`.
+        rehearsal: with a time and drawn: `estimate(..., hardware=..., timeline=True)`.
         title: what was rehearsed, for people.
         capacity: bytes of each tier; None where there is no limit. See `capacity_of`.
 
@@ -56,7 +56,7 @@ def timeline_of(rehearsal: Estimate, title: str, capacity: Capacity) -> Timeline
     )
 
 
-def before(
+def unchunked_timeline(
     model: PreTrainedModel | MetaModel,
     seq_len: int,
     *,
@@ -83,7 +83,14 @@ def before(
     """
     machine = load(hardware) if isinstance(hardware, str) else hardware
     rehearsal = estimate(
-        model, seq_len, hardware=machine, drawn=True, chunk_size=seq_len, keep=(), logits_budget=_UNBOUNDED, **arguments
+        model,
+        seq_len,
+        hardware=machine,
+        timeline=True,
+        chunk_size=seq_len,
+        keep=(),
+        logits_budget=_UNBOUNDED,
+        **arguments,
     )
     assert rehearsal.step is not None
     return timeline_of(rehearsal, title, capacity or capacity_of(machine, rehearsal.step.devices))

@@ -34,17 +34,17 @@ class MetaModel:
     whole: PreTrainedModel | None = None
 
     @staticmethod
-    def of(model: PreTrainedModel) -> MetaModel:
+    def from_model(model: PreTrainedModel) -> MetaModel:
         """Of a model on any device, or a PEFT model around one; it is not changed.
 
         Raises:
             ValueError: it cannot be streamed.
         """
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
-        blank = _without_contents(base)
-        for config in (blank.config, blank.config.get_text_config()):
+        meta_model = _without_contents(base)
+        for config in (meta_model.config, meta_model.config.get_text_config()):
             config.pad_token_id = None  # some models look for it among ids that have no contents
-        decoder = HuggingFaceDecoder(blank)
+        decoder = HuggingFaceDecoder(meta_model)
         try:
             probe.verify(decoder)
             reaches = probe.attention_spans(decoder)
@@ -52,13 +52,13 @@ class MetaModel:
             raise UnsupportedModelError(
                 f"{type(base).__name__} does not run on tensors without contents ({error}), so it cannot be rehearsed."
             ) from error
-        return MetaModel(blank, decoder, reaches, model.device)
+        return MetaModel(meta_model, decoder, reaches, model.device)
 
 
 def _without_contents(model: PreTrainedModel) -> PreTrainedModel:
     """A copy on the `meta` device, module by module: adapters, frozen and tied parameters are what they are."""
     memo = {id(x): x.to("meta") for x in model.buffers()}
     parameters = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    blank = copy.deepcopy(model, {**memo, **parameters})
-    blank.__dict__.pop("forward", None)
-    return blank
+    meta_model = copy.deepcopy(model, {**memo, **parameters})
+    meta_model.__dict__.pop("forward", None)
+    return meta_model

@@ -16,7 +16,7 @@ from torch import Tensor
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-class Forms:
+class MetaOutputCache:
     """Calls operators; what they give on the `meta` device may come from memory."""
 
     def __init__(self) -> None:

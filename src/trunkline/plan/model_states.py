@@ -15,7 +15,7 @@ from trunkline.plan.simulated_sharding import ShardingSpec
 
 
 @dataclass(frozen=True, slots=True)
-class AdamW:
+class AdamWSpec:
     """The optimizer of `trunkline train`: two moments of every trained parameter.
 
     Attributes:
@@ -31,7 +31,7 @@ class AdamW:
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class ModelStates:
     """Bytes of one rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class States:
         return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
 
 
-def whole_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: int) -> int:
+def loading_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: int) -> int:
     """Host memory in which each rank builds a model whose parameters will be cut; 0 for one that is built in its place.
 
     Args:
@@ -68,9 +68,9 @@ def whole_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: i
     return sum(p.numel() * ((is_cut and sharding_spec.dtype) or p.dtype).itemsize for p in model.parameters())
 
 
-def states_of(
-    model: nn.Module, sharding_spec: ShardingSpec, ranks: int, optimizer: AdamW | None, *, micro_batches: int = 1
-) -> States:
+def model_states_of(
+    model: nn.Module, sharding_spec: ShardingSpec, ranks: int, optimizer: AdamWSpec | None, *, micro_batches: int = 1
+) -> ModelStates:
     """What one rank holds.
 
     Args:
@@ -103,4 +103,4 @@ def states_of(
     if micro_batches > 1:
         held["gradients of earlier micro-batches"] = 0 if offload else earlier
     held += Counter()  # nothing that is zero
-    return States(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)
+    return ModelStates(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trunkline.attention.meta_kernel import Attended, watcher
-from trunkline.offload.lanes.sim_clock import Clock
-from trunkline.plan.cost_model import Costs
-from trunkline.plan.meta_output_cache import Forms
+from trunkline.offload.lanes.sim_clock import SimClock
+from trunkline.plan.cost_model import CostModel
+from trunkline.plan.meta_output_cache import MetaOutputCache
 from trunkline.plan.device_memory import DeviceMemory
-from trunkline.plan.simulated_ranks import Wire
+from trunkline.plan.simulated_ranks import CollectiveLink
 from trunkline.plan.simulated_tp import sent_by
 
 
@@ -33,10 +33,12 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operators: that the host has issued so far.
     """
 
-    def __init__(self, costs: Costs | None, clock: Clock, memory: DeviceMemory, tensors: Wire | None = None) -> None:
+    def __init__(
+        self, costs: CostModel | None, clock: SimClock, memory: DeviceMemory, tensors: CollectiveLink | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._costs, self._clock, self._memory = costs, clock, memory
-        self._forms = Forms()
+        self._forms = MetaOutputCache()
         self._tensors = tensors
         self.flops = 0
         self.operators = 0
@@ -57,7 +59,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory.see(made)
         if self._costs is not None:
             self._issue()
-            cost = self._costs.of_operator(func, args, kwargs, out)
+            cost = self._costs.operator_cost(func, args, kwargs, out)
             if cost.seconds:
                 self.flops += cost.flops
                 self._clock.run(cost.seconds)
@@ -70,7 +72,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _attended(self, call: Attended) -> None:
         if self._costs is not None:
             self._issue()
-            cost = self._costs.of_attention(call)
+            cost = self._costs.attention_cost(call)
             self.flops += cost.flops
             self._clock.run(cost.seconds)
 

@@ -22,12 +22,12 @@ from trunkline.engine.memory_layout import MemoryLayout
 from trunkline.hf.decoder import HuggingFaceDecoder
 from trunkline.offload.placement import Placement
 from trunkline.plan.device_memory import DeviceMemory
-from trunkline.plan.step_trace import Recorder
+from trunkline.plan.step_trace import SegmentRecorder
 
 Unit = range  # layers that go together
 
 
-class SomeLayers:
+class DecoderSubset:
     """Some layers of a model in the place of all; see `trunkline.engine.decoder.Decoder`.
 
     Args:
@@ -38,7 +38,7 @@ class SomeLayers:
     """
 
     def __init__(
-        self, decoder: HuggingFaceDecoder, layers: Sequence[int], recorder: Recorder, memory: DeviceMemory
+        self, decoder: HuggingFaceDecoder, layers: Sequence[int], recorder: SegmentRecorder, memory: DeviceMemory
     ) -> None:
         self._decoder, self._layers, self._recorder, self._memory = decoder, list(layers), recorder, memory
         self.num_layers = len(self._layers)
@@ -102,13 +102,13 @@ class SomeLayers:
         return self._decoder.head(x_BTE)
 
 
-def units_of(layout: MemoryLayout) -> list[Unit]:
+def layer_units(layout: MemoryLayout) -> list[Unit]:
     """The layers of a run in the pieces that can stand for each other, rising."""
     trained = [] if layout.first is None else list(layout.groups())[::-1]
     return [*(range(i, i + 1) for i in range(layout.trained.start)), *trained]
 
 
-def kinds_of(
+def unit_kinds(
     units: Sequence[Unit],
     layers: nn.ModuleList,
     reaches: Sequence[AttentionSpan],
@@ -133,7 +133,7 @@ def kinds_of(
     return [tuple(of_layer(i) for i in unit) for unit in units]
 
 
-def standing(kinds: Sequence[Hashable]) -> dict[int, int]:
+def representatives(kinds: Sequence[Hashable]) -> dict[int, int]:
     """For each unit the one that stands for it: itself, or one of its kind with neighbours of the same kinds.
 
     Of each kind the first two are kept: what the first leaves to its successor may differ from what comes later.
@@ -150,7 +150,7 @@ def standing(kinds: Sequence[Hashable]) -> dict[int, int]:
     return found
 
 
-def with_layers(placement: Placement, full: MemoryLayout, chosen: Sequence[int]) -> Placement:
+def placement_of_layers(placement: Placement, full: MemoryLayout, chosen: Sequence[int]) -> Placement:
     """The places of a run that has some of another's layers only."""
     some = replace(full, num_layers=len(chosen), first=_first(full, chosen))
     renamed: dict[str, str] = {}

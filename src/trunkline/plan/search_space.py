@@ -12,7 +12,7 @@ import torch
 from trunkline.distributed.mesh import ParallelDims, divisors
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 
 # What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
 # cannot use.
@@ -25,7 +25,7 @@ MOST_CHUNKS = 128  # of a sequence: more only make a step slower
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Cluster:
     """What a plan is for.
 
     Attributes:
@@ -54,31 +54,33 @@ class Machine:
             raise ValueError(f"disk={self.disk_bytes!r}: give the bytes of a node's scratch disks, or 0 for none.")
 
     @property
-    def here(self) -> int:
+    def devices_per_node_used(self) -> int:
         """Devices of a node that work."""
         return min(self.devices, self.hardware.devices_per_node)
 
     @property
-    def device_room(self) -> int:
+    def usable_device_bytes(self) -> int:
         """Bytes of a device that can be used."""
         whole = self.hardware.memory_bytes
         if self.hardware.link is None:  # host memory is the device
-            return int(min(whole, self.host_bytes) * (1 - _HOST_REST)) // self.here
+            return int(min(whole, self.host_bytes) * (1 - _HOST_REST)) // self.devices_per_node_used
         return int(whole * (1 - _UNUSABLE)) - _CONTEXT
 
     @property
-    def host_room(self) -> int:
+    def usable_host_bytes(self) -> int:
         """Bytes of host memory that the rank of one device can use; 0 where it is the device."""
-        return 0 if self.hardware.link is None else int(self.host_bytes * (1 - _HOST_REST)) // self.here
+        return (
+            0 if self.hardware.link is None else int(self.host_bytes * (1 - _HOST_REST)) // self.devices_per_node_used
+        )
 
     @property
-    def disk_room(self) -> int:
+    def usable_disk_bytes(self) -> int:
         """Bytes of disk that the rank of one device can use."""
-        return self.disk_bytes // self.here
+        return self.disk_bytes // self.devices_per_node_used
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class TrainingJob:
     """What is to be trained.
 
     Attributes:
@@ -94,7 +96,7 @@ class Task:
 
     context: int
     batch_size: int = 1
-    optimizer: AdamW | None = field(default_factory=AdamW)
+    optimizer: AdamWSpec | None = field(default_factory=AdamWSpec)
     fixed: dict[str, Any] = field(default_factory=dict)
     parallel_dims: ParallelDims | None = None
     sharding_spec: ShardingSpec | None = None
@@ -102,7 +104,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Candidate:
     """One way to do it.
 
     Attributes:
@@ -126,14 +128,14 @@ class Choice:
 
     def __str__(self) -> str:
         """For people."""
-        kept = f"keep [{', '.join(self.keep)}]"
+        keep_options = f"keep [{', '.join(self.keep)}]"
         every = f", checkpoint_every {self.checkpoint_every}" if self.checkpoint_every > 1 else ""
         mesh = "" if self.parallel_dims == ParallelDims() else f", {self.parallel_dims}, zero {self.sharding_spec.zero}"
         offload = ", offload" if self.sharding_spec.offload else ""
-        return f"chunk {self.chunk_size:,}, {kept}{every}{mesh}{offload}"
+        return f"chunk {self.chunk_size:,}, {keep_options}{every}{mesh}{offload}"
 
 
-def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool = False) -> Iterator[ParallelDims]:
+def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: bool = False) -> Iterator[ParallelDims]:
     """Meshes of all devices, those with most replicas first: replicas exchange least.
 
     Args:
@@ -142,23 +144,23 @@ def meshes(task: Task, machine: Machine, num_heads: int, *, one_sequence: bool =
         num_heads: query heads.
         one_sequence: only those whose devices all share one sequence.
     """
-    if task.parallel_dims is not None:
-        yield task.parallel_dims
+    if job.parallel_dims is not None:
+        yield job.parallel_dims
         return
-    replicas = [1] if one_sequence else divisors(math.gcd(machine.devices, task.batch_size))[::-1]
+    replicas = [1] if one_sequence else divisors(math.gcd(cluster.devices, job.batch_size))[::-1]
     for dp in replicas:
-        share = machine.devices // dp
+        share = cluster.devices // dp
         sp = max(n for n in divisors(share) if num_heads % n == 0)
         yield ParallelDims(dp=dp, sp=sp, cp=share // sp)
 
 
-def sharding_specs(task: Task, parallel_dims: ParallelDims) -> Iterator[ShardingSpec]:
+def sharding_specs(job: TrainingJob, parallel_dims: ParallelDims) -> Iterator[ShardingSpec]:
     """Ways to spread parameters, the fastest first."""
-    if task.sharding_spec is not None:
-        yield task.sharding_spec
+    if job.sharding_spec is not None:
+        yield job.sharding_spec
         return
     # As `trunkline train` does it: parts are the float32 masters.
-    dtype = torch.float32 if task.optimizer is not None and task.optimizer.fp32_master else None
+    dtype = torch.float32 if job.optimizer is not None and job.optimizer.fp32_master else None
     if parallel_dims.dp * parallel_dims.sp * parallel_dims.cp == 1:
         yield ShardingSpec(zero=0)
     else:
@@ -167,25 +169,25 @@ def sharding_specs(task: Task, parallel_dims: ParallelDims) -> Iterator[Sharding
     yield ShardingSpec(zero=3, dtype=dtype, offload=True)
 
 
-def chunk_sizes(task: Task, hardware: Hardware) -> list[int]:
+def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
     """Sizes of chunks that come into question, the largest first."""
-    given = task.fixed.get("chunk_size", "auto")
+    given = job.fixed.get("chunk_size", "auto")
     if given != "auto":
         return [given]
-    sizes = [n for n in _CHUNKS[hardware.device_type] if task.context / MOST_CHUNKS <= n < 2 * task.context]
-    return sizes[::-1] or [_CHUNKS[hardware.device_type][-1 if task.context > 2**17 else 0]]
+    sizes = [n for n in _CHUNKS[hardware.device_type] if job.context / MOST_CHUNKS <= n < 2 * job.context]
+    return sizes[::-1] or [_CHUNKS[hardware.device_type][-1 if job.context > 2**17 else 0]]
 
 
-def kept(task: Task, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
+def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """What may be kept, and the inputs of how many layers: the fastest first, the leanest last."""
-    keeps = [tuple(task.fixed["keep"])] if "keep" in task.fixed else [("attention", "kv"), ("attention",), ()]
-    every = [task.fixed["checkpoint_every"]] if "checkpoint_every" in task.fixed else [1, 4, 8]
+    keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]
+    every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else [1, 4, 8]
     for keep in keeps:
         for n in every:
             if n <= max(1, num_layers // 2):
                 yield keep, n
 
 
-def longer(task: Task, context: int) -> Task:
+def longer(job: TrainingJob, context: int) -> TrainingJob:
     """The same with another length."""
-    return replace(task, context=context)
+    return replace(job, context=context)

@@ -13,14 +13,14 @@ from trunkline.distributed.comm import Collectives
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.offload.lanes.base import LaneTraffic
-from trunkline.offload.lanes.sim_clock import Clock, Job
+from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
 from trunkline.plan.hardware import Collective, Hardware, NoFigures
 
 COMM = "comm"  # the lane, and the queue of the clock
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class CollectiveLink:
     """What collectives of some ranks cost.
 
     Attributes:
@@ -31,22 +31,22 @@ class Wire:
 
     size: int
     collective: Collective | None
-    clock: Clock | None
+    clock: SimClock | None
 
-    def send(self, nbytes: int, label: str) -> Job | None:
+    def send(self, nbytes: int, label: str) -> QueuedWork | None:
         """Have a rank send so many bytes."""
         if self.clock is None or self.collective is None:
             return None
         seconds = self.collective.latency + nbytes / self.collective.bandwidth
-        return self.clock.give(COMM, seconds, lane=COMM, label=label)
+        return self.clock.submit(COMM, seconds, lane=COMM, label=label)
 
-    def wait(self, job: Job | None) -> None:
+    def wait(self, job: QueuedWork | None) -> None:
         """Have compute go on after it."""
         if job is not None and self.clock is not None:
             self.clock.wait(job)
 
 
-def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -> Wire:
+def link(size: int, span: int, hardware: Hardware | None, clock: SimClock | None) -> CollectiveLink:
     """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are.
 
     A rank alone sends nothing, and needs no figures.
@@ -55,7 +55,7 @@ def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -
         ValueError: the hardware's profile knows nothing of such collectives.
     """
     if hardware is None or size == 1:
-        return Wire(size, None, clock)
+        return CollectiveLink(size, None, clock)
     within = span <= hardware.devices_per_node
     collective = hardware.intra if within else hardware.inter
     if collective is None:
@@ -66,7 +66,7 @@ def wire(size: int, span: int, hardware: Hardware | None, clock: Clock | None) -
             f"tune {'on one node' if within else 'on several nodes (or on one with as many ranks)'}, or give "
             f"{scope}.bandwidth and {scope}.latency in a profile of your own."
         )
-    return Wire(size, collective, clock)
+    return CollectiveLink(size, collective, clock)
 
 
 @dataclass(slots=True)
@@ -75,12 +75,12 @@ class SimulatedPending(Pending[Tensor]):
 
     tensor: Tensor
     sent: Tensor | None  # in use until then
-    job: Job | None
-    wire: Wire
+    job: QueuedWork | None
+    link: CollectiveLink
 
     @override
     def wait(self) -> Tensor:
-        self.wire.wait(self.job)
+        self.link.wait(self.job)
         self.sent = self.job = None
         return self.tensor
 
@@ -95,9 +95,9 @@ class SimulatedComm(Collectives):
 
     rank = 0
 
-    def __init__(self, wire: Wire, traffic: LaneTraffic) -> None:
-        self.size = wire.size
-        self._wire, self._traffic = wire, traffic
+    def __init__(self, link: CollectiveLink, traffic: LaneTraffic) -> None:
+        self.size = link.size
+        self._wire, self._traffic = link, traffic
 
     @override
     def all_to_all(self, parts: Tensor) -> SimulatedPending:
@@ -131,11 +131,11 @@ class SimulatedRanks(SequenceParallelRanks):
         clock: clock of the first rank.
     """
 
-    def __init__(self, parallel_dims: ParallelDims, hardware: Hardware | None, clock: Clock | None) -> None:
+    def __init__(self, parallel_dims: ParallelDims, hardware: Hardware | None, clock: SimClock | None) -> None:
         traffic = LaneTraffic()
 
         def comm(size: int, span: int) -> SimulatedComm | None:
-            return SimulatedComm(wire(size, span, hardware, clock), traffic) if size > 1 else None
+            return SimulatedComm(link(size, span, hardware, clock), traffic) if size > 1 else None
 
         sp, cp, tp = parallel_dims.sp, parallel_dims.cp, parallel_dims.tp
         comms = SequenceComms(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))

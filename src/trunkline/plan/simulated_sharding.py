@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from trunkline.distributed.grad_norm import local
 from trunkline.hf.introspect import parameters_outside
-from trunkline.offload.lanes.sim_clock import Clock, Job
+from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
 from trunkline.offload.lanes.simulated import LINK
-from trunkline.plan.device_memory import DeviceMemory, Tally
-from trunkline.plan.simulated_ranks import Wire
+from trunkline.plan.device_memory import DeviceMemory, MemoryTally
+from trunkline.plan.simulated_ranks import CollectiveLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class SimulatedSharding:
         model: nn.Module,
         layers: nn.ModuleList,
         sharding_spec: ShardingSpec,
-        wire: Wire,
-        clock: Clock | None,
+        link: CollectiveLink,
+        clock: SimClock | None,
         memory: DeviceMemory,
-        host: Tally,
+        host: MemoryTally,
     ) -> None:
         self.device = torch.device("meta")
         self.has_pending_grads = False
@@ -69,16 +69,16 @@ class SimulatedSharding:
         self._model = model
         self._sharding_spec, self._wire, self._clock, self._memory, self._host = (
             sharding_spec,
-            wire,
+            link,
             clock,
             memory,
             host,
         )
-        self._sharded = sharding_spec.cuts(wire.size)
-        self._coming: dict[int, Job | None] = {}
+        self._sharded = sharding_spec.cuts(link.size)
+        self._coming: dict[int, QueuedWork | None] = {}
         self._whole: set[int | None] = set()
         self._reduced: set[Parameter] = set()
-        self._leaving: Job | None = None
+        self._leaving: QueuedWork | None = None
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
@@ -151,19 +151,19 @@ class SimulatedSharding:
             return torch.empty_like(parameter)
         own = -(-local(parameter).numel() // size) * self._at_rest(parameter)
         if self._sharding_spec.offload and self._clock is not None:
-            self._leaving = self._clock.give(LINK["stash"], own, lane="stash", label="gradients")
+            self._leaving = self._clock.submit(LINK["stash"], own, lane="stash", label="gradients")
         if parameter not in self._reduced:
             (self._host if self._sharding_spec.offload else self._memory).put("gradients", own)
         self._reduced.add(parameter)
         return None
 
-    def _gather(self, layer: int | None) -> Job | None:
+    def _gather(self, layer: int | None) -> QueuedWork | None:
         """Have the parameters of a layer, or of what is in none, brought together."""
         nbytes, size = self._nbytes(layer), self._wire.size
         self._memory.put("parameters on their way", nbytes)
         if self._sharding_spec.offload and self._clock is not None:
             own = sum(local(p).numel() * self._at_rest(p) for p in self._parameters(layer)) // size
-            self._clock.wait(self._clock.give(LINK["fetch"], own, lane="fetch", label="parameters"))
+            self._clock.wait(self._clock.submit(LINK["fetch"], own, lane="fetch", label="parameters"))
         return self._wire.send(nbytes * (size - 1) // size, "parameters")
 
     def _nbytes(self, layer: int | None) -> int:

@@ -20,14 +20,14 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @contextlib.contextmanager
-def cut(blank: MetaModel, tp: int) -> Iterator[MetaModel]:
+def cut(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
     """A model as one of `tp` ranks has it, for as long as this lasts; itself where that is one, or it is cut already.
 
     Raises:
         ValueError: the model has no plan, or this process has joined a job: the group would be in its way.
     """
-    if tp == 1 or blank.whole is not None:
-        yield blank
+    if tp == 1 or meta_model.whole is not None:
+        yield meta_model
         return
     if dist.is_initialized():
         raise ValueError(
@@ -38,10 +38,10 @@ def cut(blank: MetaModel, tp: int) -> Iterator[MetaModel]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     try:
-        model = copy.deepcopy(blank.model)
+        model = copy.deepcopy(meta_model.model)
         parallelize(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), blank=True).put_aside()
         decoder = HuggingFaceDecoder(model)
-        yield MetaModel(model, decoder, probe.attention_spans(decoder), blank.device, blank.model)
+        yield MetaModel(model, decoder, probe.attention_spans(decoder), meta_model.device, meta_model.model)
     finally:
         dist.destroy_process_group()
 

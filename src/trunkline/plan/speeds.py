@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from trunkline.offload.lanes.sim_clock import Speeds
+from trunkline.offload.lanes.sim_clock import QueueSpeeds
 from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.hardware import Hardware
 
 
-def speeds_of(hardware: Hardware | None, devices: int) -> Speeds:
+def speeds_of(hardware: Hardware | None, devices: int) -> QueueSpeeds:
     """The share of one device in what its node has.
 
     Args:
@@ -15,7 +15,7 @@ def speeds_of(hardware: Hardware | None, devices: int) -> Speeds:
         devices: that work at the same time, over all nodes; those of a node share its uplinks, memory and disks.
     """
     if hardware is None:
-        return Speeds()
+        return QueueSpeeds()
     here = min(devices, hardware.devices_per_node)
     disk = hardware.disk
     alone = {DISK["fetch"]: disk.read / here, DISK["stash"]: disk.write / here}
@@ -41,7 +41,7 @@ def speeds_of(hardware: Hardware | None, devices: int) -> Speeds:
     lanes = {LINK["fetch"]: "fetch", LINK["stash"]: "stash", DISK["fetch"]: "fetch", DISK["stash"]: "stash"}
     slowdown = {queue: hardware.interference.get(lane, 0.0) for queue, lane in lanes.items() if queue in alone}
     slowdown["comm"] = hardware.interference.get("comm", 0.0)
-    return Speeds(
+    return QueueSpeeds(
         alone=alone,
         pairs=pairs,
         slowdown=slowdown,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from trunkline.offload.lanes.sim_clock import Clock
-from trunkline.offload.lanes.sim_clock import Segment as Drawn
-from trunkline.plan.device_memory import Tally
+from trunkline.offload.lanes.sim_clock import SimClock
+from trunkline.offload.lanes.sim_clock import Segment as LaneSegment
+from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import thinned
 
 MOST_POINTS = 2_000  # of the memory of one tier through one segment
@@ -18,7 +18,7 @@ Numbers = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TierUsage:
     """Bytes of a tier through a segment, counted from what was held when it began.
 
     Attributes:
@@ -52,9 +52,9 @@ class StepSegment:
     phase: str
     layer: int | None
     numbers: Numbers
-    engine: dict[str, Held]
-    whole: dict[str, Held]
-    lanes: dict[str, list[Drawn]]
+    engine: dict[str, TierUsage]
+    whole: dict[str, TierUsage]
+    lanes: dict[str, list[LaneSegment]]
 
     @property
     def seconds(self) -> float:
@@ -67,7 +67,7 @@ class StepSegment:
         return self.phase if self.layer is None else f"{self.phase} {self.layer}"
 
 
-class Recorder:
+class SegmentRecorder:
     """Cuts a rehearsal into segments: a new one begins with every phase and with every layer.
 
     Args:
@@ -83,19 +83,19 @@ class Recorder:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: SimClock,
         engine: Callable[[], dict[str, tuple[int, int]]],
-        whole: Mapping[str, Tally],
+        whole: Mapping[str, MemoryTally],
         numbers: Callable[[], Numbers],
         *,
-        drawn: bool,
+        timeline: bool,
     ) -> None:
         self._clock, self._engine, self._whole, self._numbers = clock, engine, whole, numbers
         self.segments: list[StepSegment] = []
         self._phase = "embed"
         self._layer: int | None = None
         self._open()
-        if drawn:
+        if timeline:
             for tier, tally in whole.items():
                 tally.changed = partial(self._changed, tier)
 
@@ -137,19 +137,19 @@ class Recorder:
         after = self._numbers()
         numbers = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
         engine = {
-            tier: Held(peak - self._engine_before[tier], held - self._engine_before[tier])
+            tier: TierUsage(peak - self._engine_before[tier], held - self._engine_before[tier])
             for tier, (held, peak) in self._engine().items()
         }
         whole = {}
         for tier, tally in self._whole.items():
             held, parts = self._at_start[tier]
-            whole[tier] = Held(
+            whole[tier] = TierUsage(
                 tally.peak - held, tally.held - held, _minus(tally.at_peak, parts), _minus(tally.parts, parts),
                 thinned(self._series[tier], numbers["seconds"], MOST_POINTS),
             )  # fmt: skip
         lanes = {
-            lane: [(a - self._begin, b - self._begin, label) for a, b, label in drawn[self._marks.get(lane, 0) :]]
-            for lane, drawn in self._clock.segments.items()
+            lane: [(a - self._begin, b - self._begin, label) for a, b, label in recorded[self._marks.get(lane, 0) :]]
+            for lane, recorded in self._clock.segments.items()
         }
         self.segments.append(StepSegment(self._phase, self._layer, numbers, engine, whole, lanes))
 
@@ -174,7 +174,7 @@ class Trace:
     parts: dict[str, Counter[str]] = field(default_factory=dict)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
-    lanes: dict[str, list[Drawn]] = field(default_factory=dict)
+    lanes: dict[str, list[LaneSegment]] = field(default_factory=dict)
 
 
 def compose(segments: Iterable[StepSegment], start: Mapping[str, Counter[str]]) -> Trace:
@@ -203,9 +203,9 @@ def compose(segments: Iterable[StepSegment], start: Mapping[str, Counter[str]]) 
             course.memory[tier] += [(now + second, whole[tier] + nbytes) for second, nbytes in own.series]
             whole[tier] += own.net
             parts[tier] = _plus(parts[tier], own.net_parts)
-        for lane, drawn in segment.lanes.items():
+        for lane, recorded in segment.lanes.items():
             label = segment.label if lane == "compute" else None
-            course.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in drawn)
+            course.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in recorded)
         end = now + segment.seconds
         if course.phases and course.phases[-1][0] == segment.phase:
             course.phases[-1] = (segment.phase, course.phases[-1][1], end)

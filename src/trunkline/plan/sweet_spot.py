@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from trunkline.attention.meta_kernel import Attended
-from trunkline.offload.lanes.sim_clock import Clock
+from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.simulated import DISK, LINK
-from trunkline.plan.cost_model import Costs
+from trunkline.plan.cost_model import CostModel
 from trunkline.plan.hardware import Hardware
 from trunkline.plan.rates import Direction
 from trunkline.plan.speeds import speeds_of
@@ -113,7 +113,7 @@ def attention_seconds(direction: Direction, shape: Shape, hardware: Hardware, to
     call = Attended(
         direction, "flash", dtype, 1, shape.heads, shape.kv_heads, tokens, tokens, shape.head_dim, shape.head_dim, False
     )
-    return Costs(hardware).of_attention(call).seconds
+    return CostModel(hardware).attention_cost(call).seconds
 
 
 def move_seconds(direction: Direction, shape: Shape, hardware: Hardware, tokens: int, devices: int = 1) -> float:
@@ -130,11 +130,11 @@ def move_seconds(direction: Direction, shape: Shape, hardware: Hardware, tokens:
         devices: of a node that do the same at the same time.
     """
     queues = DISK if hardware.link is None else LINK
-    clock = Clock(speeds_of(hardware, devices))
+    clock = SimClock(speeds_of(hardware, devices))
     fetched, written = bytes_of(direction, shape, tokens)
-    jobs = [clock.give(queues["fetch"], fetched)]
+    jobs = [clock.submit(queues["fetch"], fetched)]
     if written:
-        jobs.append(clock.give(queues["stash"], written))
+        jobs.append(clock.submit(queues["stash"], written))
     for job in jobs:
         clock.wait(job)
     return clock.compute

@@ -9,18 +9,18 @@ from transformers import AutoModelForCausalLM
 
 from trunkline.data import load_encoder
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.search_space import Task
+from trunkline.plan.search_space import TrainingJob
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Plan
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import AdamW
+from trunkline.plan.model_states import AdamWSpec
 from trunkline.train.models import build_config, tokenizer_spec
 from trunkline.train.recipe import ParallelSection, Recipe
 
 _BUDGETS = ("device_budget", "host_budget", "offload_dir", "disk_budget")
 
 
-def blank_model(recipe: Recipe) -> MetaModel:
+def meta_model_of(recipe: Recipe) -> MetaModel:
     """The recipe's model without contents: neither weights nor a device are needed.
 
     Raises:
@@ -29,22 +29,22 @@ def blank_model(recipe: Recipe) -> MetaModel:
     config = build_config(recipe, load_encoder(tokenizer_spec(recipe)))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    return MetaModel.of(model.train())
+    return MetaModel.from_model(model.train())
 
 
-def task_of(recipe: Recipe) -> Task:
+def job_of(recipe: Recipe) -> TrainingJob:
     """What a recipe asks for; what it leaves at its default is the plan's to choose."""
     given = recipe.model_fields_set
     fixed = {name: value for name, value in recipe.stream_settings.items() if name in given and value is not None}
     if fixed.get("chunk_size") == "auto":
         del fixed["chunk_size"]
-    optimizer = AdamW(recipe.optimizer.fp32_master)
+    optimizer = AdamWSpec(recipe.optimizer.fp32_master)
     parallel = recipe.parallel
     parallel_dims = None
     if parallel != ParallelSection():
         parallel_dims = ParallelDims(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
     sharding_spec = None if parallel_dims is None else sharding_spec_of(recipe)
-    return Task(
+    return TrainingJob(
         recipe.context, recipe.batch_size, optimizer, fixed, parallel_dims, sharding_spec, recipe.gradient_accumulation
     )
 
@@ -58,7 +58,7 @@ def sharding_spec_of(recipe: Recipe) -> ShardingSpec:
 
 def written(recipe: Recipe, plan: Plan) -> Recipe:
     """A recipe with what a plan has chosen."""
-    parallel_dims, sharding_spec = plan.choice.parallel_dims, plan.choice.sharding_spec
+    parallel_dims, sharding_spec = plan.candidate.parallel_dims, plan.candidate.sharding_spec
     reserved = plan.estimate.reserved
     parallel = ParallelSection(
         dp=parallel_dims.dp,
@@ -69,8 +69,8 @@ def written(recipe: Recipe, plan: Plan) -> Recipe:
         offload=sharding_spec.offload,
     )
     changed: dict[str, Any] = {
-        "context": plan.task.context, "chunk_size": plan.choice.chunk_size, "keep": plan.choice.keep,
-        "checkpoint_every": plan.choice.checkpoint_every, "device_budget": plan.room.device,
+        "context": plan.job.context, "chunk_size": plan.candidate.chunk_size, "keep": plan.candidate.keep,
+        "checkpoint_every": plan.candidate.checkpoint_every, "device_budget": plan.budgets.device,
         "host_budget": reserved.get("host") or None,
         "parallel": parallel,
     }  # fmt: skip

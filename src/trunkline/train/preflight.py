@@ -20,7 +20,7 @@ from trunkline.plan.free import free_bytes, profile_of, resident_bytes
 from trunkline.plan.hardware import Hardware, NoFigures
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.estimate import Estimate
-from trunkline.plan.model_states import AdamW, whole_bytes
+from trunkline.plan.model_states import AdamWSpec, loading_bytes
 from trunkline.train.job import Job
 from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe
@@ -105,10 +105,10 @@ def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device, tell:
 def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told) -> Preflight:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    blank = MetaModel.of(model.train())
+    meta_model = MetaModel.from_model(model.train())
     hardware = profile_of(device)
     free = free_bytes(device, job.processes_here, recipe.offload_dir)
-    _check_loading(recipe, blank, job, free)
+    _check_loading(recipe, meta_model, job, free)
     fitting: dict[int, Estimate] = {}
     last: RecipeError | None = None
     sizes = _sizes(recipe, device, timed=hardware is not None)
@@ -117,8 +117,8 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
             tell(f"rehearsing a step in chunks of {chunk:,}")
         try:
             if len(sizes) > 1 and hardware is not None:  # bytes are found out sooner than seconds
-                _check(recipe, _step(recipe, blank, job, device, None, chunk), free, chunk)
-            fitting[chunk] = _step(recipe, blank, job, device, hardware, chunk)
+                _check(recipe, _step(recipe, meta_model, job, device, None, chunk), free, chunk)
+            fitting[chunk] = _step(recipe, meta_model, job, device, hardware, chunk)
             _check(recipe, fitting[chunk], free, chunk)
         except UnsupportedModelError:
             raise
@@ -154,41 +154,44 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
 
 
 def _step(
-    recipe: Recipe, blank: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+    recipe: Recipe, meta_model: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     try:
-        return _rehearsed_step(recipe, blank, job, device, hardware, chunk)
+        return _rehearsed_step(recipe, meta_model, job, device, hardware, chunk)
     except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
-        return _rehearsed_step(recipe, blank, job, device, None, chunk)
+        return _rehearsed_step(recipe, meta_model, job, device, None, chunk)
 
 
 def _rehearsed_step(
-    recipe: Recipe, blank: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+    recipe: Recipe, meta_model: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
     return estimate(
-        blank,
+        meta_model,
         recipe.context,
         batch_size=recipe.batch_size // job.parallel_dims.dp,
         device=device,
         hardware=hardware,
         parallel_dims=job.parallel_dims,
         sharding_spec=sharding_spec_of(recipe),
-        optimizer=AdamW(recipe.optimizer.fp32_master),
+        optimizer=AdamWSpec(recipe.optimizer.fp32_master),
         micro_batches=recipe.gradient_accumulation,
         **{**settings, "chunk_size": chunk},
     )
 
 
-def _check_loading(recipe: Recipe, blank: MetaModel, job: Job, free: dict[str, int]) -> None:
+def _check_loading(recipe: Recipe, meta_model: MetaModel, job: Job, free: dict[str, int]) -> None:
     """Compare what a process takes to build the model with what is free.
 
     Raises:
         RecipeError: it takes more.
     """
     parallel_dims = job.parallel_dims
-    wanted = whole_bytes(
-        blank.model, sharding_spec_of(recipe), parallel_dims.dp * parallel_dims.sp * parallel_dims.cp, parallel_dims.tp
+    wanted = loading_bytes(
+        meta_model.model,
+        sharding_spec_of(recipe),
+        parallel_dims.dp * parallel_dims.sp * parallel_dims.cp,
+        parallel_dims.tp,
     )
     room = int(free.get("host", free["device"]) * _USABLE)
     if wanted > room:

@@ -20,7 +20,7 @@ from trunkline.api import tiers_of
 from trunkline.distributed.grad_norm import local
 from trunkline.engine.memory_layout import WORDS
 from trunkline.offload.lanes.base import MoveRecord
-from trunkline.plan.device_memory import Tally
+from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import (
     PHASES,
     Phase,
@@ -66,7 +66,7 @@ class StepRecorder:
         self._model, self._device, self._clock = model, device, clock
         self._title, self._devices = title, devices
         self._gauge = gauge_for(device, clock)
-        self._tallies = {tier: Tally() for tier in TIERS}
+        self._tallies = {tier: MemoryTally() for tier in TIERS}
         self._beyond: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in BEYOND}
         self._labels: list[tuple[Mark, str]] = []
         self._states: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}

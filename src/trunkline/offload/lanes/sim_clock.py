@@ -19,7 +19,7 @@ _RESOLUTION = 1e-9  # seconds: what is no further apart is at once
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class QueueSpeeds:
     """How fast queues work.
 
     Attributes:
@@ -38,7 +38,7 @@ class Speeds:
 
 
 @dataclass(slots=True)
-class Job:
+class QueuedWork:
     """Work in a queue.
 
     Attributes:
@@ -55,18 +55,18 @@ class Job:
     queue: str
     left: float
     ready: float
-    after: Job | None
+    after: QueuedWork | None
     lane: str
     label: str
     begin: float = math.nan
     end: float = math.inf
 
 
-class Clock:
+class SimClock:
     """See the module.
 
     Args:
-        speeds: of queues that `give` names.
+        speeds: of queues that `submit` names.
         drawn: keep what each lane did when.
 
     Attributes:
@@ -76,10 +76,10 @@ class Clock:
         segments: what each lane did when, where it is drawn.
     """
 
-    def __init__(self, speeds: Speeds, *, drawn: bool = False) -> None:
+    def __init__(self, speeds: QueueSpeeds, *, record: bool = False) -> None:
         self._speeds = speeds
-        self._drawn = drawn
-        self._queues: dict[str, deque[Job]] = {}
+        self._record = record
+        self._queues: dict[str, deque[QueuedWork]] = {}
         self._time = 0.0  # up to which queues have been simulated
         self._host = 0.0
         self.compute = 0.0
@@ -120,13 +120,15 @@ class Clock:
         if self._speeds.synchronous:
             self._host = self.compute
 
-    def give(self, queue: str, units: float, *, after: Job | None = None, lane: str = "", label: str = "") -> Job:
+    def submit(
+        self, queue: str, units: float, *, after: QueuedWork | None = None, lane: str = "", label: str = ""
+    ) -> QueuedWork:
         """Put work into a queue: ready once compute has done what it was given so far, and `after` is over."""
-        job = Job(queue, units, max(self.compute, self._host), after, lane or queue, label)
+        job = QueuedWork(queue, units, max(self.compute, self._host), after, lane or queue, label)
         self._queues.setdefault(queue, deque()).append(job)
         return job
 
-    def wait(self, job: Job) -> None:
+    def wait(self, job: QueuedWork) -> None:
         """Compute goes on only after a job."""
         begin = max(self.compute, self._host)
         self._simulate(begin)
@@ -184,7 +186,7 @@ class Clock:
         self._time += step
 
     def _draw(self, lane: str, begin: float, end: float, label: str) -> None:
-        if not self._drawn or end - begin <= _RESOLUTION:
+        if not self._record or end - begin <= _RESOLUTION:
             return
         segments = self.segments.setdefault(lane, [])
         is_open = len(segments) > self._cut.get(lane, 0)
@@ -194,6 +196,6 @@ class Clock:
             segments.append((begin, end, label))
 
 
-def _start(job: Job) -> float:
+def _start(job: QueuedWork) -> float:
     """When a job may begin; infinity while nobody knows."""
     return job.ready if job.after is None else max(job.ready, job.after.end)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, MoveRecord
-from trunkline.offload.lanes.sim_clock import Clock, Job
+from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
 from trunkline.offload.storage import StorageBlock
 
 # Queues of the clock: the link between device and host, and the disk, each in two directions.
@@ -23,8 +23,8 @@ DISK = {"fetch": "disk in", "stash": "disk out"}
 class _Legs:
     """The jobs of a move: over the link, and to or from a file; None where it does not go there."""
 
-    link: Job | None = None
-    file: Job | None = None
+    link: QueuedWork | None = None
+    file: QueuedWork | None = None
 
 
 class SimulatedLanes:
@@ -35,7 +35,7 @@ class SimulatedLanes:
         linked: whether host memory lies behind a link, and is not the device itself.
     """
 
-    def __init__(self, clock: Clock | None = None, *, linked: bool = True) -> None:
+    def __init__(self, clock: SimClock | None = None, *, linked: bool = True) -> None:
         self._traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
         self.record: MoveRecord | None = None  # never written: the clock draws
         self._clock = clock
@@ -59,9 +59,9 @@ class SimulatedLanes:
         self._traffic["stash"].moved += x.nbytes
         legs = _Legs()
         if self._clock is not None and self._linked:
-            legs.link = self._clock.give(LINK["stash"], x.nbytes, lane="stash", label=block.tier)
+            legs.link = self._clock.submit(LINK["stash"], x.nbytes, lane="stash", label=block.tier)
         if self._clock is not None and block.tier == "disk":
-            legs.file = self._clock.give(DISK["stash"], x.nbytes, after=legs.link, lane="stash", label="disk")
+            legs.file = self._clock.submit(DISK["stash"], x.nbytes, after=legs.link, lane="stash", label="disk")
         return Move("stash", x, block, x.nbytes, legs)
 
     def fetch(self, block: StorageBlock, into: Tensor, after: Move) -> Move:
@@ -71,9 +71,11 @@ class SimulatedLanes:
         legs = _Legs()
         before = stashed.file or stashed.link
         if self._clock is not None and block.tier == "disk":
-            legs.file = before = self._clock.give(DISK["fetch"], into.nbytes, after=before, lane="fetch", label="disk")
+            legs.file = before = self._clock.submit(
+                DISK["fetch"], into.nbytes, after=before, lane="fetch", label="disk"
+            )
         if self._clock is not None and self._linked:
-            legs.link = self._clock.give(LINK["fetch"], into.nbytes, after=before, lane="fetch", label=block.tier)
+            legs.link = self._clock.submit(LINK["fetch"], into.nbytes, after=before, lane="fetch", label=block.tier)
         return Move("fetch", into, block, into.nbytes, legs)
 
     def finish(self, move: Move) -> None:
