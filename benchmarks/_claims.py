@@ -16,14 +16,13 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan.search_space import Cluster, TrainingJob, meshes
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.hardware import load
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.estimate import Estimate
-from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.planner import DoesNotFit, Planner
+from trunkline.plan.search_space import Cluster, TrainingJob, meshes
+from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.train.presets import PRESETS
 
 K, M, GIB = 2**10, 2**20, 2**30

@@ -24,10 +24,10 @@ from _claims import (
 from _claims import ours as stepped
 
 from trunkline.config import KEEPABLE
-from trunkline.plan.search_space import Cluster, TrainingJob, sharding_specs
 from trunkline.plan.hardware import load
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Planner
+from trunkline.plan.search_space import Cluster, TrainingJob, sharding_specs
 from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.sweet_spot import Pair, Shape, draw, sweet_spot
 

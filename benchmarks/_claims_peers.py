@@ -14,10 +14,10 @@ from _claims import (
     Run,
     alone,
     first_that_fits,
+    job_of,
     machine_of,
     model_of,
     ours,
-    job_of,
     tokens,
 )  # fmt: skip
 
@@ -113,7 +113,7 @@ def ceiling(meta_model: Any, hardware: Hardware, length: int, forwards: int) -> 
     """Tokens a second of a device that does nothing but its matrix products and its attention.
 
     Args:
-        blank: the model.
+        meta_model: the model.
         hardware: whose rates count, those of large products and of attention where every token sees every other.
         length: tokens.
         forwards: how often the forward runs.

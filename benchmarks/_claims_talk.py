@@ -16,20 +16,20 @@ from _claims import (
     billions,
     chunk_of,
     duration,
+    job_of,
     longest,
     machine_of,
     mesh_of,
     model_of,
     ours,
     sharding_spec_of,
-    job_of,
     tokens,
 )  # fmt: skip
 
 from trunkline.plan.estimate import estimate
-from trunkline.plan.planner import Planner
+from trunkline.plan.estimate_timeline import capacity_of, timeline_of, unchunked_timeline
 from trunkline.plan.model_states import AdamWSpec
-from trunkline.plan.estimate_timeline import before, capacity_of, timeline_of
+from trunkline.plan.planner import Planner
 from trunkline.report.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def few_devices(_: Path) -> Answer:
         [f"Ours: chunks of {tokens(chunk_of(M))}, attention kept. The model has 16 heads: beyond 16 devices keys and "
          "values are gathered."],
         [f"Derived, not rehearsed (the engine always replays): without checkpointing a layer keeps about 34 bytes for "
-         f"each token and hidden unit, {stored / GIB:,.0f} GiB in all, and whole logits in bf16 and float32 with their "
-         f"gradient {logits / GIB:,.0f} GiB: {(stored + logits) / machine_of(_A100, 1).usable_device_bytes:,.1f} devices' "
-         "memory."], figures,
+         f"each token and hidden unit, {stored / GIB:,.0f} GiB in all, and whole logits in bf16 and float32 with "
+         f"their gradient {logits / GIB:,.0f} GiB: {(stored + logits) / machine_of(_A100, 1).usable_device_bytes:,.1f} "
+         "devices' memory."], figures,
     )  # fmt: skip
 
 
@@ -101,8 +101,8 @@ def one_device(_: Path) -> Answer:
     return Answer(
         "b", f"GPT of {billions(meta_model):.2f}B parameters on one A100-80G, PCIe 4: 2M tokens",
         ["how", "longest", "2M fits", *_BYTES, *_SPEEDS, "a step"], rows,
-        [f"Parameters, gradients and optimizer are offloaded in every row ({billions(meta_model) * 16:.0f} GB at 16 bytes a "
-         f"parameter); host memory {cluster.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks of "
+        [f"Parameters, gradients and optimizer are offloaded in every row ({billions(meta_model) * 16:.0f} GB at 16 "
+         f"bytes a parameter); host memory {cluster.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks of "
          f"{tokens(chunk)}."], [], figures,
     )  # fmt: skip
 
@@ -140,9 +140,13 @@ def spikes(out: Path) -> Answer:
     settings = Planner(meta_model, cluster).best(job).settings
     capacity = capacity_of(cluster.hardware, 16)
     lines = [
-        before(meta_model, length, title="before: one chunk, whole logits", hardware=cluster.hardware, **common),
+        unchunked_timeline(
+            meta_model, length, title="before: one chunk, whole logits", hardware=cluster.hardware, **common
+        ),
         timeline_of(
-            estimate(meta_model, length, hardware=cluster.hardware, timeline=True, chunk_size=length, keep=(), **common),
+            estimate(
+                meta_model, length, hardware=cluster.hardware, timeline=True, chunk_size=length, keep=(), **common
+            ),
             "before: one chunk, logits in tiles", capacity,
         ),
         timeline_of(

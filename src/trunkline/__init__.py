@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from trunkline.generation.prefill import generate, prefill
     from trunkline.kv_cache.cache import StreamedCache
     from trunkline.offload.stats import Stats
-    from trunkline.plan.estimate import estimate
-    from trunkline.plan.estimate import Estimate
+    from trunkline.plan.estimate import Estimate, estimate
 
 __version__ = "0.1.0"
 __all__ = [

@@ -25,8 +25,7 @@ import trunkline
 from trunkline.offload.placement import Advice, Placement, StoreRequest, _transit
 from trunkline.offload.storage import TierError
 from trunkline.offload.stores import Stores, Tiers
-from trunkline.plan.estimate import estimate
-from trunkline.plan.estimate import Estimate
+from trunkline.plan.estimate import Estimate, estimate
 
 FP64 = torch.float64
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]

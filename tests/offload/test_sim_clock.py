@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trunkline.offload.lanes.sim_clock import SimClock, QueueSpeeds
+from trunkline.offload.lanes.sim_clock import QueueSpeeds, SimClock
 
 LINK = QueueSpeeds(
     alone={"in": 10.0, "out": 8.0},

@@ -10,7 +10,7 @@ from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from trunkline.attention.meta_kernel import Attended
-from trunkline.plan.cost_model import FREE, OperatorCost, CostModel, kind_of
+from trunkline.plan.cost_model import FREE, CostModel, OperatorCost, kind_of
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
 

@@ -11,11 +11,11 @@ from families import build
 from torch import Tensor
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.offload.lanes.sim_clock import SimClock, QueueSpeeds
-from trunkline.plan.estimate import estimate
+from trunkline.offload.lanes.sim_clock import QueueSpeeds, SimClock
 from trunkline.plan.device_memory import DeviceMemory, MemoryTally
-from trunkline.plan.op_tracer import OpTracer
+from trunkline.plan.estimate import estimate
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.op_tracer import OpTracer
 
 
 def watched(run: Callable[[], object], *known: Tensor) -> DeviceMemory:

@@ -8,9 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate_timeline import MOST_POINTS, capacity_of, timeline_of, unchunked_timeline
 from trunkline.plan.hardware import load
 from trunkline.plan.model_states import AdamWSpec
-from trunkline.plan.estimate_timeline import MOST_POINTS, before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 
 SEQ_LEN = 16_384
@@ -93,7 +93,7 @@ def test_a_file_gives_it_back(timeline):
 def test_the_spike_is_smaller_in_chunks(model):
     settings = {"hardware": "h200", "optimizer": AdamWSpec()}
     after = timeline_of(estimate(model, SEQ_LEN, chunk_size=2048, timeline=True, **settings), "after", {})
-    unchunked = before(model, SEQ_LEN, title="before", **settings)
+    unchunked = unchunked_timeline(model, SEQ_LEN, title="before", **settings)
     # Logits of all tokens, in fp32, and their gradient exist at once.
     assert unchunked.peak("device") > SEQ_LEN * 32_000 * (4 + 4)
     assert unchunked.peak("device") > 4 * after.peak("device")

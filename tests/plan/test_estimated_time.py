@@ -9,9 +9,8 @@ import torch
 from families import build
 from plan.profiles import KINDS, constant
 
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import StepTiming, estimate
 from trunkline.plan.hardware import figure, points
-from trunkline.plan.estimate import StepTiming
 from trunkline.plan.model_states import AdamWSpec
 
 S, C, E, V, LAYERS, HEADS = 64, 16, 32, 97, 3, 4

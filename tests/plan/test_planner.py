@@ -10,13 +10,12 @@ from families import build
 from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.search_space import Cluster, TrainingJob, chunk_sizes, keep_options, meshes
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.estimate import Estimate
-from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.planner import DoesNotFit, Planner
+from trunkline.plan.search_space import Cluster, TrainingJob, chunk_sizes, keep_options, meshes
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 MIB = 2**20
 META_MODEL = MetaModel.from_model(

@@ -13,11 +13,10 @@ from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.hf.decoder import HuggingFaceDecoder
-from trunkline.plan.estimate import estimate
-from trunkline.plan.representative_layers import representatives
-from trunkline.plan.estimate import Estimate
-from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.representative_layers import representatives
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 LAYERS = 12
 ALTERNATING = [("full_attention" if i % 3 == 2 else "sliding_attention") for i in range(LAYERS)]

@@ -10,11 +10,10 @@ from families import build
 from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.hardware import figure
-from trunkline.plan.estimate import Estimate
-from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 MODEL = build("llama", torch.float32)
 ALL = sum(p.nbytes for p in MODEL.parameters())

@@ -14,10 +14,10 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trunkline.plan.search_space import Cluster
 from trunkline.plan.hardware import load
 from trunkline.plan.planner import DoesNotFit, Plan, Planner
-from trunkline.train.planning import meta_model_of, job_of, written
+from trunkline.plan.search_space import Cluster
+from trunkline.train.planning import job_of, meta_model_of, written
 from trunkline.train.recipe import Recipe
 from trunkline.train.run import count_text
 from trunkline.train.settings import dump_recipe, load_recipe
@@ -230,8 +230,8 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
     needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
-    budgets = [f"device_budget {in_units(budgets.device)}", *needed]
-    say(f"budgets of stream(): {', '.join(budgets)}")
+    needed_budgets = [f"device_budget {in_units(budgets.device)}", *needed]
+    say(f"budgets of stream(): {', '.join(needed_budgets)}")
     if plan.loading:
         node = plan.loading * cluster.devices_per_node_used
         text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"

@@ -34,15 +34,15 @@ from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.stores import Tiers
 from trunkline.plan import representative_layers, simulated_tp
 from trunkline.plan.cost_model import CostModel
-from trunkline.plan.hardware import Hardware
 from trunkline.plan.device_memory import DeviceMemory, MemoryTally
+from trunkline.plan.hardware import Hardware
 from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.model_states import AdamWSpec, ModelStates, model_states_of
 from trunkline.plan.op_tracer import OpTracer
 from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, link
-from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
 from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
 from trunkline.plan.speeds import speeds_of
-from trunkline.plan.model_states import AdamWSpec, ModelStates, model_states_of
+from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
 from trunkline.units import TIERS, TierName, in_units
 
 
@@ -168,7 +168,7 @@ def estimate(
         micro_batches: of a step, of which this is the last: gradients of earlier ones are held, and the optimizer's
             time is shared.
         extrapolate: have layers that are alike stand for each other; False goes through all.
-        drawn: keep what happened when, for a report.
+        timeline: keep what happened when, for a report.
         settings: of `trunkline.stream`.
 
     Raises:
@@ -187,8 +187,8 @@ def estimate(
     )
     with simulated_tp.cut(meta_model, parallel_dims.tp) as own:
         rehearsing = Estimator(own, seq_len, batch_size, documents, device=device, hardware=hardware,
-                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(), timeline=timeline,
-                                settings=settings)  # fmt: skip
+                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(),
+                                timeline=timeline, settings=settings)  # fmt: skip
         try:
             return rehearsing.result(
                 backward=backward, extrapolate=extrapolate, optimizer=optimizer, micro_batches=micro_batches

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel
 
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.hardware import Hardware, load
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.estimate import Estimate
 from trunkline.report.timeline import Phase, PhaseName, Timeline, clipped, thinned, within
 
 MOST_POINTS = 20_000  # of one tier's memory

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trunkline.attention.meta_kernel import Attended, watcher
 from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.plan.cost_model import CostModel
-from trunkline.plan.meta_output_cache import MetaOutputCache
 from trunkline.plan.device_memory import DeviceMemory
+from trunkline.plan.meta_output_cache import MetaOutputCache
 from trunkline.plan.simulated_ranks import CollectiveLink
 from trunkline.plan.simulated_tp import sent_by
 

@@ -15,6 +15,10 @@ from typing import Any
 from trunkline.config import StreamConfig
 from trunkline.distributed.mesh import ParallelDims, heads_of
 from trunkline.plan import simulated_tp
+from trunkline.plan.estimate import Estimate, Estimator, estimate
+from trunkline.plan.estimate_timeline import capacity_of, timeline_of, unchunked_timeline
+from trunkline.plan.meta_model import MetaModel
+from trunkline.plan.model_states import loading_bytes, model_states_of
 from trunkline.plan.search_space import (
     Candidate,
     Cluster,
@@ -25,11 +29,7 @@ from trunkline.plan.search_space import (
     meshes,
     sharding_specs,
 )
-from trunkline.plan.estimate import Estimate, Estimator, estimate
-from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.model_states import model_states_of, loading_bytes
-from trunkline.plan.estimate_timeline import before, capacity_of, timeline_of
 from trunkline.report.timeline import Timeline
 from trunkline.units import in_units
 
@@ -156,7 +156,7 @@ class Planner:
         """The longest context that any choice fits, with the fastest such choice.
 
         Args:
-            task: its context is where the search begins.
+            job: its context is where the search begins.
             timed: rehearse a step of it; else the plan's rehearsal has no time.
 
         Raises:
@@ -211,14 +211,17 @@ class Planner:
         """
         job, candidate, hardware = plan.job, plan.candidate, self._cluster.hardware
         common: dict[str, Any] = {
-            "batch_size": max(job.batch_size // candidate.parallel_dims.dp, 1), "parallel_dims": candidate.parallel_dims,
+            "batch_size": max(job.batch_size // candidate.parallel_dims.dp, 1),
+            "parallel_dims": candidate.parallel_dims,
             "sharding_spec": candidate.sharding_spec, "optimizer": job.optimizer, "micro_batches": job.micro_batches,
         }  # fmt: skip
         capacity = capacity_of(hardware, self._cluster.devices)
         with self._cut(job):
             settings = self._arguments(job, candidate, timed=True)["settings"]
-            step = estimate(self._meta_model, job.context, hardware=hardware, drawn=True, **common, **settings)
-            whole = before(self._meta_model, job.context, title=f"{title}, unchunked", hardware=hardware, **common)
+            step = estimate(self._meta_model, job.context, hardware=hardware, timeline=True, **common, **settings)
+            whole = unchunked_timeline(
+                self._meta_model, job.context, title=f"{title}, unchunked", hardware=hardware, **common
+            )
         return timeline_of(step, title, capacity), whole
 
     def why_not(self, job: TrainingJob) -> str:
@@ -279,15 +282,16 @@ class Planner:
         if budgets.device <= 0:
             per = "each device" if cluster.devices > 1 else "the device"
             return (
-                f"{per} has {in_units(cluster.usable_device_bytes)} that can be used, and needs {in_units(budgets.beyond)} before "
-                f"anything is kept ({in_units(budgets.static)} for parameters and optimizer, the rest for a chunk's own "
-                f"computation and gradients), {in_units(-budgets.device)} too much with {candidate}: more devices, a device "
-                "with more memory, parallel.offload, or a smaller chunk_size would mend it."
+                f"{per} has {in_units(cluster.usable_device_bytes)} that can be used, and needs "
+                f"{in_units(budgets.beyond)} before anything is kept ({in_units(budgets.static)} "
+                f"for parameters and optimizer, the rest for a "
+                f"chunk's own computation and gradients), {in_units(-budgets.device)} too much with "
+                f"{candidate}: more devices, a device with more memory, parallel.offload, or a smaller chunk_size would mend it."
             )
         if cluster.usable_host_bytes and budgets.host <= 0:
             return (
-                f"host memory has {in_units(cluster.usable_host_bytes)} for each device, and parameters and optimizer take all "
-                "of it (offload): a node with more memory would mend it."
+                f"host memory has {in_units(cluster.usable_host_bytes)} for each device, and parameters and optimizer "
+                "take all of it (offload): a node with more memory would mend it."
             )
         try:
             self._rehearsing(job, candidate).placed()
@@ -297,7 +301,7 @@ class Planner:
 
     def _rehearsing(self, job: TrainingJob, candidate: Candidate, *, timed: bool = False) -> Estimator:
         return Estimator(self._meta_model, job.context, max(job.batch_size // candidate.parallel_dims.dp, 1), None,
-                          drawn=False, **self._arguments(job, candidate, timed=timed))  # fmt: skip
+                          timeline=False, **self._arguments(job, candidate, timed=timed))  # fmt: skip
 
     def _arguments(self, job: TrainingJob, candidate: Candidate, *, timed: bool) -> dict[str, Any]:
         budgets, hardware = self.budgets(job, candidate), self._cluster.hardware

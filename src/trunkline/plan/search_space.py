@@ -11,8 +11,8 @@ import torch
 
 from trunkline.distributed.mesh import ParallelDims, divisors
 from trunkline.plan.hardware import Hardware
-from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.simulated_sharding import ShardingSpec
 
 # What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
 # cannot use.
@@ -139,8 +139,8 @@ def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: 
     """Meshes of all devices, those with most replicas first: replicas exchange least.
 
     Args:
-        task: whose batch the replicas share.
-        machine: whose devices they are.
+        job: whose batch the replicas share.
+        cluster: whose devices they are.
         num_heads: query heads.
         one_sequence: only those whose devices all share one sequence.
     """

@@ -13,7 +13,7 @@ from trunkline.distributed.comm import Collectives
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.offload.lanes.base import LaneTraffic
-from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
+from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.plan.hardware import Collective, Hardware, NoFigures
 
 COMM = "comm"  # the lane, and the queue of the clock

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from trunkline.distributed.grad_norm import local
 from trunkline.hf.introspect import parameters_outside
-from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
+from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.offload.lanes.simulated import LINK
 from trunkline.plan.device_memory import DeviceMemory, MemoryTally
 from trunkline.plan.simulated_ranks import CollectiveLink

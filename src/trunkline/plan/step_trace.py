@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.sim_clock import Segment as LaneSegment
+from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import thinned
 

@@ -133,7 +133,7 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.timeline or run.before or run.plan):
         raise ValueError(
             f"'{folder}' has nothing to report: there is neither {METRICS} with a step in it (trunkline train writes "
-            f"it), nor {TIMELINE}, {BEFORE} or {PLAN} (trunkline train and trunkline.plan.estimate_timeline write them). Give "
+            f"it), nor {TIMELINE}, {BEFORE} or {PLAN} (trunkline train and `trunkline plan --step` write them). Give "
             "the folder of a run."
         )
     return run

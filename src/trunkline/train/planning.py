@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from trunkline.data import load_encoder
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan.search_space import TrainingJob
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.planner import Plan
-from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.model_states import AdamWSpec
+from trunkline.plan.planner import Plan
+from trunkline.plan.search_space import TrainingJob
+from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.train.models import build_config, tokenizer_spec
 from trunkline.train.recipe import ParallelSection, Recipe
 

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 from trunkline.config import StreamConfig
 from trunkline.distributed import failure
 from trunkline.hf.introspect import UnsupportedModelError
-from trunkline.plan.search_space import MOST_CHUNKS
-from trunkline.plan.estimate import estimate
+from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.free import free_bytes, profile_of, resident_bytes
 from trunkline.plan.hardware import Hardware, NoFigures
 from trunkline.plan.meta_model import MetaModel
-from trunkline.plan.estimate import Estimate
 from trunkline.plan.model_states import AdamWSpec, loading_bytes
+from trunkline.plan.search_space import MOST_CHUNKS
 from trunkline.train.job import Job
 from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe

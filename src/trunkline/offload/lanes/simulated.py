@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, MoveRecord
-from trunkline.offload.lanes.sim_clock import SimClock, QueuedWork
+from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.offload.storage import StorageBlock
 
 # Queues of the clock: the link between device and host, and the disk, each in two directions.
