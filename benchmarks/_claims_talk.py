@@ -102,8 +102,8 @@ def one_device(_: Path) -> Answer:
         "b", f"GPT of {billions(meta_model):.2f}B parameters on one A100-80G, PCIe 4: 2M tokens",
         ["how", "longest", "2M fits", *_BYTES, *_SPEEDS, "a step"], rows,
         [f"Parameters, gradients and optimizer are offloaded in every row ({billions(meta_model) * 16:.0f} GB at 16 "
-         f"bytes a parameter); host memory {cluster.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks of "
-         f"{tokens(chunk)}."], [], figures,
+         f"bytes a parameter); host memory {cluster.host_bytes / GIB:,.0f} GiB, all of it for the one device; chunks "
+         f"of {tokens(chunk)}."], [], figures,
     )  # fmt: skip
 
 
