@@ -13,6 +13,7 @@ from torch import Tensor
 import trunkline
 from trunkline import forward
 from trunkline.data.tokenizers import make_byte_tokenizer
+from trunkline.engine import sweeps
 from trunkline.evaluate import EvaluateSettings, StreamedContinuer, StreamedScorer, evaluate, even_depths
 
 VOCABULARY = 260  # of the byte tokenizer, and a few more
@@ -67,17 +68,17 @@ def test_continuations_are_greedy_and_alone(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("depths", [1, 3, 11])
 def test_one_forward_scores_all_depths(depths: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trunkline.stream(byte_model(), chunk_size=512)
-    sweeps: list[int] = []
+    read: list[int] = []
     original = sweeps.forward
 
     def counted(run: Any, **given: Any) -> None:
-        sweeps.append(run.batch.seq_len)
+        read.append(run.batch.seq_len)
         original(run, **given)
 
     monkeypatch.setattr(sweeps, "forward", counted)
     settings = EvaluateSettings((1500,), ("needle",), even_depths(depths), samples=2)
     found = evaluate(StreamedScorer(model), make_byte_tokenizer(), settings)
-    assert sweeps == [1500, 1500]
+    assert read == [1500, 1500]
     assert len(found.outcomes) == 2 * depths
 
 

@@ -21,14 +21,13 @@ from transformers import StoppingCriteriaList
 
 import trunkline
 from trunkline.api import streamed_forward
+from trunkline.config import declared_settings
 from trunkline.data.tokenizers import Tokens
 from trunkline.evaluate.harness.scoring import Score, score
 from trunkline.evaluate.harness.text import Pair, Texts
 from trunkline.evaluate.harness.writing import Asked, Until, asked, cut
 from trunkline.generation.loading import load_model
 from trunkline.generation.prefixes import LEAST_SHARED, Prefixes
-
-_NOT_TEXT = ("model", "mesh", "progress")  # of stream(), what no command line can give
 
 
 @register_model("trunkline")
@@ -272,7 +271,7 @@ def _number(name: str, value: Any) -> int:
 def _check_settings(stream: dict[str, Any], tokenizer: Any) -> None:
     if tokenizer is not None:
         raise ValueError("tokenizer goes with model: that of pretrained is in its folder.")
-    known = [name for name in inspect.signature(trunkline.stream).parameters if name not in _NOT_TEXT]
+    known = [declared.name for declared in declared_settings() if declared.setting.in_recipe]
     own = [name for name in inspect.signature(StreamedLM.__init__).parameters if name not in ("self", "stream")]
     for name in stream:
         if name not in known:
