@@ -12,11 +12,12 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
-
-import torch
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from trunkline.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch  # for types only: `trunkline --help` reads the declaration and does not wait for torch
 
 KEEPABLE = ("attention", "kv")
 ATTN_KERNELS = ("auto", "cpu_flash", "cuda_flash", "math")
@@ -160,8 +161,8 @@ class StreamConfig:
         Bytes | None,
         Setting(
             "memory",
-            "most bytes of kept activations on the device, moves under way included; the rest is offloaded; null is no "
-            "limit",
+            "most bytes of kept activations on the device, including moves under way; the rest is offloaded; no limit "
+            "by default",
             "bytes",
         ),
     ] = None
@@ -169,18 +170,18 @@ class StreamConfig:
         Bytes | None,
         Setting(
             "memory",
-            "most bytes offloaded to host memory; null is none; on a CPU it adds to device_budget, which is the same "
-            "memory",
+            "most bytes offloaded to host memory; none by default; on a CPU it adds to device_budget, which is the "
+            "same memory",
             "bytes",
         ),
     ] = None
     offload_dir: Annotated[
         str | Path | None,
-        Setting("memory", "folder for a scratch file that takes what does not fit in host memory; null is none"),
+        Setting("memory", "folder for a scratch file, for activations that do not fit in host memory; none by default"),
     ] = None
     disk_budget: Annotated[
         Bytes | None,
-        Setting("memory", "most bytes in the scratch file; null is what is free on its disk", "bytes"),
+        Setting("memory", "most bytes in the scratch file; by default all that is free on its disk", "bytes"),
     ] = None
     prefetch: Annotated[
         int,

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from trunkline.cli import app as cli
-from trunkline.cli.arguments import split_arguments
+from trunkline.cli.options import split_recipe_arguments
 from trunkline.train.loop import TrainingDivergedError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
@@ -69,13 +69,13 @@ def test_the_library_imports_no_command_line():
     ],
 )
 def test_arguments(arguments, overrides):
-    assert split_arguments(arguments) == (Path("r.yaml"), overrides)
+    assert split_recipe_arguments(arguments) == (Path("r.yaml"), overrides)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [(["--steps", "3"], "got none"), (["a", "b"], "got 2: a, b")])
 def test_one_recipe(arguments, message):
     with pytest.raises(ValueError, match=message):
-        split_arguments(arguments)
+        split_recipe_arguments(arguments)
 
 
 def test_a_run_in_a_real_process(recipe, tmp_path):
@@ -125,7 +125,7 @@ def run_in_process(capsys, *arguments: object) -> tuple[int, str, str]:
             "model.path: 'nowhere' is not a Hugging Face model folder",
         ),
         (["--output", "PICTURES"], "exists. Set output to another folder"),
-        (["extra.yaml"], "train takes one recipe (got 2"),
+        (["extra.yaml"], "give one recipe (got 2"),
         (
             ["--model.preset=gpt-1.2b", "--model.overrides={n_layer: 1, n_embd: 32, n_head: 2, attn_pdrop: 0.1}"],
             "dropout",
@@ -260,7 +260,7 @@ def test_a_disk_that_fails_in_a_step(recipe, tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    budgets = ["--device_budget", "100KiB", "--disk", str(tmp_path), "--chunk_size", "8", "--context", "256"]
+    budgets = ["--device_budget", "100KiB", "--offload_dir", str(tmp_path), "--chunk_size", "8", "--context", "256"]
     assert cli.run(["train", str(recipe), *budgets]) == 1
     assert f"scratch file in {tmp_path} failed: No space left" in capsys.readouterr().err
 

@@ -15,8 +15,8 @@ from families import build
 from rich.console import Console
 
 from trunkline.cli import app
-from trunkline.cli.evaluate import Asked, _lengths
-from trunkline.cli.evaluating import make_watch
+from trunkline.cli.evaluate_progress import EvaluationDisplay
+from trunkline.cli.evaluate_settings import choose_settings
 from trunkline.config import Progress
 from trunkline.data.tokenizers import make_byte_tokenizer
 from trunkline.evaluate import EvaluateProgress
@@ -68,7 +68,7 @@ def test_tables_files_and_progress(model: Path, tmp_path: Path, capsys: pytest.C
         ("0", "needle", "1,536"), ("4", "needle", "2K"), ("8", "passkey", "1,536"), ("12", "passkey", "2K"),
     ]  # fmt: skip
     assert told[4][1] == "16"
-    assert re.search(rf"{tokens:,} tokens in [\d.,]+ s, [\d,]+ tokens/s; peak of what the engine holds: device", err)
+    assert re.search(rf"{tokens:,} tokens in [\d.,]+ s, [\d,]+ tokens/s; peak of activations: device", err)
     assert f"wrote {output}/" in err
     assert {path.name for path in output.iterdir()} == {
         "table.txt", "results.json", "results.csv", "perplexity.csv", "heatmap-forced.png", "heatmap-generated.png",
@@ -102,8 +102,8 @@ def test_json_is_all_there_is_on_standard_output(
     assert code == 0
     assert out == (tmp_path / "out" / "results.json").read_text()
     # The same on disk, in small chunks: settings of streaming change no answer.
-    code, again, err = call(capsys, model, *given, "--json", "--chunk-size", 64, "--device-budget", "200KiB", "--disk",
-                            tmp_path, "--dtype", "float32", "--device", "cpu")  # fmt: skip
+    code, again, err = call(capsys, model, *given, "--json", "--chunk-size", 64, "--device-budget", "200KiB",
+                            "--offload-dir", tmp_path, "--dtype", "float32", "--device", "cpu")  # fmt: skip
     assert code == 0
     assert "disk " in err
     a, b = json.loads(out), json.loads(again)
@@ -115,8 +115,8 @@ def test_json_is_all_there_is_on_standard_output(
 def test_defaults_are_what_the_model_is_made_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, model, "--samples", 1, "--depths", 2)
     assert code == 0
-    assert "lengths: 4K (the model is made for 4,096 tokens; --lengths sets others)" in err
-    assert "tasks left out, since 4K, or 2 depths, are too little for them: common-words" in err
+    assert "lengths: 4K (the model has 4,096 positions; --lengths sets others)" in err
+    assert "tasks left out, since 4K, or 2 depths, are too few for them: common-words" in err
     assert [task for task in TASKS.split(",") if f"\n  {task} " in out] == TASKS.split(",")[:-1]
 
 
@@ -131,13 +131,17 @@ def test_default_lengths(made_for: int | None, said: str) -> None:
             def get_text_config() -> Any:
                 return type("Config", (), {} if made_for is None else {"max_position_embeddings": made_for})
 
-    assert ", ".join(map(length_text, _lengths(Asked(Path()), Model, []))) == said
+    settings, _ = choose_settings(
+        Model, make_byte_tokenizer(), tasks="needle", lengths=None, depths=3, samples=1, seed=0, threshold=0.85,
+        haystack=None,
+    )  # fmt: skip
+    assert ", ".join(map(length_text, settings.lengths)) == said
 
 
 def test_more_than_the_model_is_made_for(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, model, "--tasks", "needle", "--lengths", "5K", "--samples", 1)
     assert code == 0
-    assert "note: up to 5,120 tokens are more than the 4,096 positions this model is made for" in err
+    assert "note: up to 5,120 tokens are more than the 4,096 positions of this model" in err
     learned = save(tmp_path / "learned", "gpt2", n_positions=1024)
     code, out, err = call(capsys, learned, "--tasks", "needle", "--lengths", "2K")
     assert (code, out) == (2, "")
@@ -157,13 +161,11 @@ def test_more_than_the_model_is_made_for(model: Path, tmp_path: Path, capsys: py
         (["--tasks", "nedle"], "--tasks: there is no 'nedle'. Set some of: needle,"),
         (["--tasks", "none"], "--tasks none leaves nothing to do"),
         (["--tasks", "none", "--generated", "--perplexity", "x"], "--generated has no effect with --tasks none"),
-        (["--depths", "0"], "--depths 0: give 1 or more"),
-        (["--samples", "0"], "--samples 0: give 1 or more"),
         (["--threshold", "2"], "--threshold: 2.0 is no share of answers"),
         (["--overwrite"], "--overwrite has no effect without --output"),
         (["--perplexity", "nowhere"], "--perplexity: 'nowhere' does not exist"),
         (["--haystack", "nowhere"], "--haystack: 'nowhere' does not exist"),
-        (["--chunk-size", "x"], "--chunk-size x: give a positive number of tokens, or auto"),
+        (["--chunk-size", "x"], "chunk_size='x': give a positive whole number of tokens, or 'auto'"),
         (["--dtype", "int8"], "dtype='int8': choose one of"),
     ],
 )
@@ -173,7 +175,14 @@ def test_mistakes(model: Path, arguments: list[str], message: str, capsys: pytes
     assert err.splitlines()[-1].startswith(f"error: {message}")
 
 
-def test_what_has_nothing_in_it(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_below_one_are_usage_errors(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--depths", "--samples"):
+        code, out, err = call(capsys, model, option, 0)
+        assert (code, out) == (2, "")
+        assert f"Invalid value for '{option}'" in err
+
+
+def test_a_file_without_text_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.txt").write_text("")
     code, _, err = call(capsys, model, "--tasks", "none", "--perplexity", tmp_path / "empty.txt")
     assert code == 2
@@ -197,22 +206,22 @@ def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_bar_moves_by_tokens_and_within_a_sample() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    watch = make_watch(console, 4096 + 8192 + 100)
-    with watch:
-        task = watch._bar.tasks[0]  # type: ignore[attr-defined]
-        watch(EvaluateProgress(0, 3, "needle", 4096))
+    display = EvaluationDisplay(console, 4096 + 8192 + 100)
+    with display:
+        task = display.bar.tasks[0]
+        display(EvaluateProgress(0, 3, "needle", 4096))
         assert task.completed == 0
         assert task.description.rstrip() == "1 of 3  needle 4K"
-        watch(EvaluateProgress(1, 3, "needle", 8192))
+        display(EvaluateProgress(1, 3, "needle", 8192))
         assert task.completed == 4096
         for layer in range(2):
             for chunk in range(4):
-                watch.sweep(Progress("forward", layer, 2, chunk, 4))
-        watch.sweep(Progress("head", -1, 2, 0, 4))
+                display.sweep(Progress("forward", layer, 2, chunk, 4))
+        display.sweep(Progress("head", -1, 2, 0, 4))
         assert task.completed == 4096 + 8192
-        watch.sweep(Progress("forward", 0, 2, 0, 1))  # what is generated after the sequence has been read
+        display.sweep(Progress("forward", 0, 2, 0, 1))  # what is generated after the sequence has been read
         assert task.completed == 4096 + 8192
-        watch(EvaluateProgress(2, 3, "a/very/long/name/of/a/document.txt", 100))
+        display(EvaluateProgress(2, 3, "a/very/long/name/of/a/document.txt", 100))
         assert task.description == "3 of 3  a/very/long/name/of/a/d…"
-        watch(EvaluateProgress(3, 3, "", 0))
-        assert task.completed == watch.done_tokens == 4096 + 8192 + 100
+        display(EvaluateProgress(3, 3, "", 0))
+        assert task.completed == display.done_tokens == 4096 + 8192 + 100

@@ -60,7 +60,7 @@ def test_text_is_printed_and_speeds_are_told(capsys: pytest.CaptureFixture[str],
 
 def test_json_and_tiers(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     given = [model, "--prompt", TEXT, "--max-new-tokens", 5, "--json"]
-    budget = ["--chunk-size", 64, "--device-budget", "500KiB", "--disk", tmp_path]
+    budget = ["--chunk-size", 64, "--device-budget", "500KiB", "--offload-dir", tmp_path]
     found = [json.loads(run(capsys, *given, *more)[1]) for more in ([], budget)]
     assert found[0]["text"] == found[1]["text"] == own(model, TEXT, 5)
     assert [each["peaks"]["disk"] > 0 for each in found] == [False, True]
@@ -72,7 +72,7 @@ def test_json_and_tiers(capsys: pytest.CaptureFixture[str], model: Path, tmp_pat
         assert each["prefill_tokens_per_second"] == pytest.approx(len(TEXT) / each["prefill_seconds"])
         assert each["decode_tokens_per_second"] > 0
         assert each["process_peak"] > 2**20
-    tight = ["--chunk-size", 256, "--device-budget", "220KiB", "--disk", tmp_path]
+    tight = ["--chunk-size", 256, "--device-budget", "220KiB", "--offload-dir", tmp_path]
     code, _, err = run(capsys, *given, *tight)
     assert (code, "prefetch=1" in err) == (2, True)
     code, out, _ = run(capsys, *given, *tight, "--prefetch", 1)
@@ -91,7 +91,7 @@ def test_a_prompt_that_was_read_is_not_read_again(
     assert code == 0
     assert out == own(model, TEXT + "But", 9) + "\n"
     assert "read 3 tokens in" in err
-    assert f"behind {len(TEXT):,} that were read before" in err
+    assert f"after {len(TEXT):,} cached tokens" in err
     code, out, _ = run(capsys, model, "--load-cache", cache, "--max-new-tokens", 9)
     assert (code, out) == (0, own(model, TEXT, 9) + "\n")
 
@@ -108,7 +108,7 @@ def test_a_wrong_budget_is_told_before_a_model_is_loaded(
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr("trunkline.cli.generate.load_model", loaded)
+    monkeypatch.setattr("trunkline.generation.loading.load_model", loaded)
     code, _, err = run(capsys, model, "--prompt", "a", "--device-budget", "much")
     assert code == 2
     assert "device_budget='much'" in " ".join(err.split())
@@ -119,16 +119,19 @@ def test_a_wrong_budget_is_told_before_a_model_is_loaded(
     [
         ([], "the prompt is empty: give --file or --prompt with some text"),
         (["--file", "nowhere.txt"], "--file: 'nowhere.txt' is no file"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: give a positive number"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: give 0 for the likeliest token"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: give a positive number, or --save-cache"),
+        (["--prompt", "a", "--temperature", "-1"], "Invalid value for '--temperature'"),
         (["--prompt", "a", "--top-k", "5"], "have no effect without sampling: set --temperature"),
-        (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "--top-p 0.0: give a share above 0"),
-        (["--prompt", "a", "--chunk-size", "big"], "--chunk-size big: give a positive number of tokens, or auto"),
+        (["--prompt", "a", "--temperature", "1", "--top-p", "0"], "--top-p 0.0: give a probability above 0"),
+        (
+            ["--prompt", "a", "--chunk-size", "big"],
+            "chunk_size='big': give a positive whole number of tokens, or 'auto'",
+        ),
         (["--prompt", "a", "--chunk-size", "0"], "chunk_size=0: give a positive whole number"),
         (["--prompt", "a", "--prefetch", "0"], "prefetch=0: give a positive whole number"),
         (["--prompt", "a", "--dtype", "int8"], "dtype='int8': choose one of auto"),
         (["--prompt", "a", "--device", "cuda:7"], "device='cuda:7' is not there"),
-        (["--prompt", "a", "--disk", "."], "offload_dir has no effect without a device_budget"),
+        (["--prompt", "a", "--offload-dir", "."], "offload_dir has no effect without a device_budget"),
         (["--prompt", "a", "--load-cache", "."], "'.' holds no cache that can be read"),
         (["--prompt", "a", "--save-cache", "."], "--save-cache: '.' exists: give a new folder"),
         (["--prompt", "a", "--chat"], "--chat: this model's tokenizer has no chat template"),

@@ -43,7 +43,7 @@ def test_the_quick_start_on_a_device(capsys: pytest.CaptureFixture[str], monkeyp
     overrides = ["--context", "4096", "--chunk_size", "2048", "--model.overrides", SMALL]
     code, out, err = plan(capsys, RECIPE, "--hardware", "a100-80g", *overrides)
     assert code == 0
-    assert err.startswith("rehearsed chunk 2,048, keep [attention]: ")  # in a log a search is not silent
+    assert err.startswith("estimated chunk 2,048, keep [attention]: ")  # in a log a search is not silent
     lines = out.splitlines()
     assert lines[0].startswith("tiny-llama (115.39K parameters, vocabulary 258) on 1 x NVIDIA A100")
     assert lines[1] == "fits: 4,096 tokens x 1"

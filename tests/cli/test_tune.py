@@ -14,6 +14,7 @@ from rich.console import Console
 from trunkline.cli import app as cli
 from trunkline.cli import tune
 from trunkline.plan import hardware, measure, overheads, own, sweet_spot, tuning
+from trunkline.plan.survey import Survey
 
 RANKS = 2
 
@@ -118,7 +119,7 @@ def test_what_was_found_is_said(quick, capsys):
 def test_on_a_terminal_a_bar_says_how_far_it_is(quick, monkeypatch):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=100)
-    survey = tune.Survey(torch.device("cpu"), Path.cwd(), (64,))
+    survey = Survey(torch.device("cpu"), Path.cwd(), (64,))
     tune._measure(survey, terminal)
     count = len(survey.tasks)
     assert f"{count}/{count}" in written.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trunkline.cli.evaluate import Asked
+from trunkline.cli.evaluate import evaluate as evaluate_command
 from trunkline.data import Document, load_encoder
 from trunkline.evaluate import (
     EvaluateSettings,
@@ -43,7 +44,7 @@ def test_depths_are_even() -> None:
     assert even_depths(1) == (0.5,)
     assert even_depths(3) == (0.0, 0.5, 1.0)
     assert even_depths(11) == EvaluateSettings((4096,)).depths
-    assert Asked(Path()).threshold == DEFAULT_THRESHOLD
+    assert inspect.signature(evaluate_command).parameters["threshold"].default == DEFAULT_THRESHOLD
 
 
 @pytest.mark.parametrize(

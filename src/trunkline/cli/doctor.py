@@ -1,4 +1,4 @@
-"""`trunkline doctor`: print what training depends on in this machine, a line each, and how to mend what is not well."""
+"""`trunkline doctor`: check everything that training depends on, and say how to fix problems."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.plan.checks.everything import examine
-from trunkline.plan.checks.finding import Finding, State
+from trunkline.cli.options import command
 
-Findings = Sequence[tuple[str, Finding]]
+if TYPE_CHECKING:
+    from trunkline.plan.checks.finding import Finding, State
+
+    Findings = Sequence[tuple[str, Finding]]
 
 _STYLES: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _NAME = 14  # columns of a name; a device with a number of two digits
 _INDENT = 2 + 4 + 2 + _NAME + 2
 
 
-def run_doctor(disk: Path | None, *, as_json: bool) -> int:
-    """Examine the machine and print the findings.
+@command(epilog="docs/doctor.md explains each line. Exit code: 1 if a check fails, else 0.")
+def doctor(
+    disk: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder whose speed is measured; default: the one for temporary files."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> int:
+    """Check everything that training depends on, and say how to fix problems."""
+    from trunkline.plan.checks.everything import examine
 
-    Args:
-        disk: folder whose speed is measured; None is the one for temporary files.
-        as_json: print one JSON object, for programs.
-
-    Returns:
-        The exit code: 1 where something fails.
-    """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the first process of each machine examines it, undisturbed
-    folder = Path(tempfile.gettempdir()) if disk is None else disk
     console = Console()
     with _waiting(console, not as_json):
-        findings = list(examine(folder))
+        findings = list(examine(Path(tempfile.gettempdir()) if disk is None else disk))
     if as_json:
         print(as_text(findings))
     else:

@@ -1,4 +1,4 @@
-"""`trunkline generate`: read a long prompt from files, and print what a model writes behind it, as it comes."""
+"""`trunkline generate`: read a long prompt, and print the text that a model writes after it, as it comes."""
 
 from __future__ import annotations
 
@@ -6,173 +6,163 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from transformers import TextStreamer
 
 import trunkline
-from trunkline.config import Progress as Where
+from trunkline.cli.options import Device, Dtype, ModelFolder, command
+from trunkline.config import Progress as Position
 from trunkline.config import StreamConfig
-from trunkline.data.tokenizers import Encoder
-from trunkline.generation.loading import load_model
 from trunkline.units import in_units
 
+if TYPE_CHECKING:
+    import torch
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command line asks for.
+    from trunkline.data.tokenizers import Encoder
 
-    Attributes:
-        model: folder.
-        files: of the prompt, one after another; `-` is standard input.
-        prompt: text behind that of the files.
-        max_new_tokens: most that are written.
-        dtype: of the model; see `load_model`.
-        device: the same.
-        temperature: 0 takes the likeliest token each time.
-        top_p: of sampling.
-        top_k: of sampling.
-        seed: of sampling.
-        chat: wrap the prompt in the tokenizer's chat template.
-        save_cache: folder for what was read.
-        load_cache: folder with what is before the prompt.
-        as_json: print one JSON object instead of text.
-        stream: settings of `trunkline.stream`.
-    """
-
-    model: Path
-    files: Sequence[str] = ()
-    prompt: str | None = None
-    max_new_tokens: int = 256
-    dtype: str = "auto"
-    device: str = "auto"
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    chat: bool = False
-    save_cache: Path | None = None
-    load_cache: Path | None = None
-    as_json: bool = False
-    stream: dict[str, Any] = field(default_factory=dict)
+# A cache is written once and without gradients; only the last position has logits.
+_NO_EFFECT = ("keep", "checkpoint_every", "attn_strategy", "logits_budget")
 
 
-class _Printed(TextStreamer):  # type: ignore[misc]
-    """Prints text as it comes, or keeps silent; notes when the first new token came."""
+@command(without=_NO_EFFECT, epilog="Prompts, where keys and values rest, and caches on disk: docs/generate.md.")
+def generate(
+    model: ModelFolder,
+    config: StreamConfig,
+    file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="File with text of the prompt, - for standard input; may be repeated."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt appended after the files.")] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=0, metavar="TOKENS", help="Most tokens to write; 0 with --save-cache only reads.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of sampling; 0 takes the likeliest token each time.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0 for all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the tokenizer's chat template.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    save_cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write keys and values of the prompt to a new folder.")
+    ] = None,
+    load_cache: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Continue from a cache that --save-cache wrote.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: text, speeds, peaks.")] = False,
+) -> None:
+    """Read a prompt of any length, and print the text that a model writes after it."""
+    import torch
 
-    def __init__(self, tokenizer: Any, *, aloud: bool) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._aloud = aloud
-        self.first = 0.0
+    from trunkline.generation.loading import load_model
 
-    def put(self, value: torch.Tensor) -> None:
-        """Take tokens."""
-        if not self.next_tokens_are_prompt and not self.first:
-            self.first = time.perf_counter()
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print text that is complete."""
-        if self._aloud:
-            print(text, flush=True, end="\n" if stream_end else "")
-
-
-def run_generate(asked: Asked) -> None:
-    """Read, write, and say how fast it went and what it took.
-
-    Raises:
-        ValueError: an argument is wrong; the text names it and the mend.
-    """
-    _check(asked)
-    text, errors = _prompt(asked), Console(stderr=True)
-    model, encoder = load_model(asked.model, dtype=asked.dtype, device=asked.device)
-    ids = _encoded(text, encoder, asked).to(model.device)
-    if asked.load_cache is None and not ids.shape[1]:
+    if not max_new_tokens and save_cache is None:
+        raise ValueError("--max-new-tokens 0: give a positive number, or --save-cache, too, to read only.")
+    if temperature == 0 and (top_p != 1 or top_k):
+        raise ValueError("--top-p and --top-k have no effect without sampling: set --temperature, too.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p}: give a probability above 0, up to 1.")
+    if save_cache is not None and save_cache.exists():
+        raise ValueError(f"--save-cache: '{save_cache}' exists: give a new folder.")
+    text, errors = "".join([*map(_read_text, file or ()), prompt or ""]), Console(stderr=True)
+    loaded, encoder = load_model(model, dtype=dtype, device=device)
+    ids_1S = _encode(text, encoder, chat=chat, follows_cache=load_cache is not None).to(loaded.device)
+    if load_cache is None and not ids_1S.shape[1]:
         raise ValueError("the prompt is empty: give --file or --prompt with some text.")
     begin = time.perf_counter()
-    cache = _read(model, ids, asked, errors)
-    read_seconds = time.perf_counter() - begin
-    stats = trunkline.stats(model)
-    if asked.save_cache is not None:
-        trunkline.save_cache(model, cache, asked.save_cache)
-        if not asked.max_new_tokens:
-            errors.print(f"read {ids.shape[1]:,} tokens in {read_seconds:.2f} s; wrote {asked.save_cache}", style="dim",
-                         highlight=False, markup=False)  # fmt: skip
+    cache = _prefill(loaded, ids_1S, config, load_cache, errors)
+    prefill_seconds = time.perf_counter() - begin
+    prefill_peaks = trunkline.stats(loaded).peaks
+    if save_cache is not None:
+        trunkline.save_cache(loaded, cache, save_cache)
+        if not max_new_tokens:
+            _say(errors, f"read {ids_1S.shape[1]:,} tokens in {prefill_seconds:.2f} s; wrote {save_cache}")
             return
-    printed = _Printed(encoder.tokenizer, aloud=not asked.as_json)
-    how: dict[str, Any] = {"do_sample": asked.temperature > 0}
-    if asked.temperature > 0:
-        how |= {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-        torch.manual_seed(asked.seed)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        torch.manual_seed(seed)
     eos, pad = encoder.tokenizer.eos_token_id, encoder.tokenizer.pad_token_id
-    if model.generation_config.eos_token_id is None:  # else it may know several
-        how["eos_token_id"] = eos
+    if loaded.generation_config.eos_token_id is None:  # a model may have several of its own
+        sampling["eos_token_id"] = eos
+    streamer = _TimedStreamer(encoder.tokenizer, silent=as_json)
     begin = time.perf_counter()
     new = trunkline.generate(
-        model, cache=cache, max_new_tokens=asked.max_new_tokens, streamer=printed,
-        pad_token_id=pad if pad is not None else eos, **how,
+        loaded, cache=cache, max_new_tokens=max_new_tokens, streamer=streamer,
+        pad_token_id=eos if pad is None else pad, **sampling,
     )[0]  # fmt: skip
-    end = time.perf_counter()
-    meters, waited = trunkline.stats(model), end - (printed.first or begin)
-    found = {
-        "prompt_tokens": ids.shape[1], "cached_tokens": cache.length - ids.shape[1], "new_tokens": len(new),
+    decode_seconds = time.perf_counter() - (streamer.first_token_at or begin)
+    stats = trunkline.stats(loaded)
+    result = {
+        "prompt_tokens": ids_1S.shape[1], "cached_tokens": cache.length - ids_1S.shape[1], "new_tokens": len(new),
         "text": encoder.tokenizer.decode(new, skip_special_tokens=True),
-        "prefill_seconds": read_seconds,
-        "prefill_tokens_per_second": ids.shape[1] / read_seconds,
-        "decode_tokens_per_second": (len(new) - 1) / waited if len(new) > 1 else None,
+        "prefill_seconds": prefill_seconds,
+        "prefill_tokens_per_second": ids_1S.shape[1] / prefill_seconds,
+        "decode_tokens_per_second": (len(new) - 1) / decode_seconds if len(new) > 1 else None,
         "kv_bytes": cache.nbytes,
-        "peaks": {tier: max(nbytes, stats.peaks[tier]) for tier, nbytes in meters.peaks.items()},
-        "process_peak": peak_bytes(model.device),
-        "decode_exposed_seconds": {lane: traffic.exposed for lane, traffic in meters.lanes.items()},
+        "peaks": {tier: max(nbytes, prefill_peaks[tier]) for tier, nbytes in stats.peaks.items()},
+        "process_peak": peak_bytes(loaded.device),
+        "decode_exposed_seconds": {lane: traffic.exposed for lane, traffic in stats.lanes.items()},
     }  # fmt: skip
-    if asked.as_json:
-        print(json.dumps(found))
-        return
-    for row in _said(found):
-        errors.print(row, style="dim", highlight=False, markup=False)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _say(errors, *_summary(result))
 
 
-def _check(asked: Asked) -> None:
-    StreamConfig(**asked.stream)
-    if asked.max_new_tokens < 0 or (asked.max_new_tokens == 0 and asked.save_cache is None):
-        raise ValueError(
-            f"--max-new-tokens {asked.max_new_tokens}: give a positive number, or 0 with --save-cache, to read only."
-        )
-    if asked.temperature < 0:
-        raise ValueError(f"--temperature {asked.temperature}: give 0 for the likeliest token, or a positive number.")
-    if asked.temperature == 0 and (asked.top_p != 1 or asked.top_k):
-        raise ValueError("--top-p and --top-k have no effect without sampling: set --temperature, too.")
-    if not 0 < asked.top_p <= 1:
-        raise ValueError(f"--top-p {asked.top_p}: give a share above 0, up to 1.")
-    if asked.save_cache is not None and asked.save_cache.exists():
-        raise ValueError(f"--save-cache: '{asked.save_cache}' exists: give a new folder.")
+class _TimedStreamer:
+    """Streamer of `generate` that prints text as it comes, unless silent, and notes the time of the first new token.
+
+    Attributes:
+        next_tokens_are_prompt: whether the next tokens are the prompt, which is not printed; `trunkline.generate` sets
+            it, as for a TextStreamer.
+        first_token_at: time of the first new token, None before it.
+    """
+
+    def __init__(self, tokenizer: Any, *, silent: bool) -> None:
+        from transformers import TextStreamer
+
+        self._printer = None if silent else TextStreamer(tokenizer, skip_special_tokens=True)
+        self.next_tokens_are_prompt = True
+        self.first_token_at: float | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take tokens: first the prompt, then one new token a call."""
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            return
+        self.first_token_at = self.first_token_at or time.perf_counter()
+        if self._printer is not None:
+            self._printer.put(value)
+
+    def end(self) -> None:
+        """Print the text that is left."""
+        if self._printer is not None:
+            self._printer.end()
 
 
-def _prompt(asked: Asked) -> str:
-    """The text of all files, then that of the command line."""
-    parts = []
-    for name in asked.files:
-        try:
-            parts.append(sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8"))
-        except (FileNotFoundError, IsADirectoryError):
-            raise ValueError(f"--file: '{name}' is no file: give text files, or - for standard input.") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--file: '{name}' is not UTF-8 text ({error.reason} at byte {error.start}).") from None
-    if asked.prompt is not None:
-        parts.append(asked.prompt)
-    return "".join(parts)  # nothing between them: what is read in two calls is then what one call would read
+def _read_text(name: str) -> str:
+    """Read a file of the prompt; `-` is standard input."""
+    try:
+        return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"--file: '{name}' is no file: give text files, or - for standard input.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--file: '{name}' is not UTF-8 text ({error.reason} at byte {error.start}).") from None
 
 
-def _encoded(text: str, encoder: Encoder, asked: Asked) -> torch.Tensor:
-    """Token ids (1, S) of the prompt, which goes on where a loaded cache ends."""
-    prefix = encoder.prefix if asked.load_cache is None else ()
-    if asked.chat:
+def _encode(text: str, encoder: Encoder, *, chat: bool, follows_cache: bool) -> torch.Tensor:
+    """Return token ids (1, S) of the prompt, without a beginning-of-sequence token if it follows a loaded cache."""
+    import torch
+
+    prefix = () if follows_cache else encoder.prefix
+    if chat:
         if encoder.tokenizer.chat_template is None:
             raise ValueError("--chat: this model's tokenizer has no chat template: leave --chat out.")
         text = encoder.tokenizer.apply_chat_template(
@@ -186,42 +176,52 @@ def _encoded(text: str, encoder: Encoder, asked: Asked) -> torch.Tensor:
     return torch.tensor([[*prefix, *ids.tolist()]])
 
 
-def _read(model: Any, ids: torch.Tensor, asked: Asked, errors: Console) -> trunkline.StreamedCache:
-    """What was read before, and the prompt behind it, with a bar while that takes time."""
+def _prefill(
+    model: Any, ids_1S: torch.Tensor, config: StreamConfig, load_cache: Path | None, errors: Console
+) -> trunkline.StreamedCache:
+    """Load the cache, if there is one, and read the prompt after it, with a bar on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True, disable=not sys.stderr.isatty()) as bar:
-        line = bar.add_task(f"reading {ids.shape[1]:,} tokens", total=None)
+        line = bar.add_task(f"reading {ids_1S.shape[1]:,} tokens", total=None)
 
-        def show(where: Where) -> None:
-            if bar.live.is_started and where.part == "forward":
-                bar.update(line, total=where.num_layers * where.num_chunks, advance=1)
+        def advance(position: Position) -> None:
+            if bar.live.is_started and position.part == "forward":
+                bar.update(line, total=position.num_layers * position.num_chunks, advance=1)
 
-        trunkline.stream(model, **asked.stream, progress=show)
-        cache = None if asked.load_cache is None else trunkline.load_cache(model, asked.load_cache)
-        if ids.shape[1]:
-            return trunkline.prefill(model, ids, cache=cache)
+        trunkline.stream(model, config, progress=advance)
+        cache = None if load_cache is None else trunkline.load_cache(model, load_cache)
+        if ids_1S.shape[1]:
+            return trunkline.prefill(model, ids_1S, cache=cache)
         assert cache is not None
         return cache
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process held: on the device, or, on a CPU, of memory."""
+    """Return the peak memory of this process in bytes: of the device, or of resident memory on a CPU."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _said(found: dict[str, Any]) -> list[str]:
-    peaks = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in found["peaks"].items() if nbytes)
-    lines = [f"read {found['prompt_tokens']:,} tokens in {found['prefill_seconds']:.2f} s, "
-             f"{found['prefill_tokens_per_second']:,.0f} tokens/s"]  # fmt: skip
-    if found["cached_tokens"]:
-        lines[0] += f", behind {found['cached_tokens']:,} that were read before"
-    rate = found["decode_tokens_per_second"]
-    lines.append(f"wrote {found['new_tokens']:,} tokens" + (f", {rate:,.1f} tokens/s" if rate else ""))
-    lines.append(f"keys and values {in_units(found['kv_bytes'])}; peak of what the engine holds: {peaks or 'nothing'}; "
-                 f"of the process {in_units(found['process_peak'])}")  # fmt: skip
-    waits = {lane: seconds for lane, seconds in found["decode_exposed_seconds"].items() if seconds > 0.001}
+def _summary(result: dict[str, Any]) -> list[str]:
+    """Return speeds, sizes and waits as lines of text."""
+    peaks = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in result["peaks"].items() if nbytes)
+    rate, cached = result["decode_tokens_per_second"], result["cached_tokens"]
+    waits = {lane: seconds for lane, seconds in result["decode_exposed_seconds"].items() if seconds > 0.001}
+    lines = [
+        f"read {result['prompt_tokens']:,} tokens in {result['prefill_seconds']:.2f} s, "
+        f"{result['prefill_tokens_per_second']:,.0f} tokens/s{f', after {cached:,} cached tokens' if cached else ''}",
+        f"wrote {result['new_tokens']:,} tokens{f', {rate:,.1f} tokens/s' if rate else ''}",
+        f"keys and values {in_units(result['kv_bytes'])}; peak of activations and cache: {peaks or 'nothing'}; "
+        f"of the process: {in_units(result['process_peak'])}",
+    ]
     if waits:
         lines.append("decoding waited for " + ", ".join(f"{lane} {seconds:.2f} s" for lane, seconds in waits.items()))
     return lines
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, style="dim", highlight=False, markup=False)

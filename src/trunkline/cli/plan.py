@@ -1,154 +1,144 @@
-"""`trunkline plan`: whether a recipe fits a machine, with which settings it is fastest, and what it costs."""
+"""`trunkline plan`: whether a recipe fits a machine, its fastest settings there, and its cost."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trunkline.plan.hardware import load
-from trunkline.plan.planner import DoesNotFit, Plan, Planner
-from trunkline.plan.search_space import Cluster
-from trunkline.train.planning import job_of, meta_model_of, written
-from trunkline.train.recipe import Recipe
-from trunkline.train.run import count_text
-from trunkline.train.settings import dump_recipe, load_recipe
+from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, split_recipe_arguments
 from trunkline.units import in_units, parse_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the command line asks for.
-
-    Attributes:
-        hardware: name or file of a profile.
-        gpus: devices.
-        host_memory: of a node, with a unit; None is the profile's.
-        disk: of a node's scratch disks, with a unit.
-        max_length: look for the longest context, not the recipe's own.
-        tokens: of a run, whose cost is told; None for the recipe's steps.
-        as_json: print JSON.
-        write: file for the recipe with the plan's settings.
-        attention: kernel whose figures count, such as fa3; None is the profile's default.
-        step: folder for what `trunkline report` draws of the plan.
-    """
-
-    hardware: str
-    gpus: int
-    host_memory: str | None = None
-    disk: str | None = None
-    max_length: bool = False
-    tokens: int | None = None
-    as_json: bool = False
-    write: Path | None = None
-    attention: str | None = None
-    step: Path | None = None
+if TYPE_CHECKING:
+    from trunkline.plan.planner import Plan
+    from trunkline.train.recipe import Recipe
 
 
-def run_plan(recipe_path: Path, overrides: Sequence[tuple[str, str]], asked: Asked) -> int:
-    """Plan and print.
+@command(
+    context_settings=RECIPE_SETTINGS,
+    epilog="Estimates, and profiles of hardware: docs/plan.md. No data is read. Exit code: 1 if nothing fits.",
+)
+def plan(
+    arguments: RecipeArguments,
+    hardware: Annotated[
+        str, typer.Option(help="Profile, such as a100-80g or h100-sxm, or a file that trunkline tune wrote.")
+    ],
+    gpus: Annotated[int, typer.Option(help="Number of devices.")] = 1,
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Memory of a node, such as 1TiB; default: the profile's.")
+    ] = None,
+    scratch: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Scratch disk of a node, such as 4TB; default: none.")
+    ] = None,
+    max_length: Annotated[bool, typer.Option("--max-length", help="Find the longest context that fits.")] = False,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the run, for its cost; default: the recipe's steps.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recipe with the plan's settings to a new file.")
+    ] = None,
+    step: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the estimated step, with and without chunks, for trunkline report."),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="Attention kernel to estimate with, such as fa3; default: the profile's.")
+    ] = None,
+) -> int:
+    """Say whether a recipe fits a machine (which you need not own), its fastest settings there, and its cost."""
+        from trunkline.plan.hardware import load
+    from trunkline.plan.planner import DoesNotFit, Planner
+    from trunkline.plan.search_space import Cluster
+    from trunkline.train.planning import job_of, meta_model_of, written
+    from trunkline.train.settings import dump_recipe, load_recipe
 
-    Returns:
-        The exit code: 1 where nothing fits.
-    """
     console, errors = Console(), Console(stderr=True)
-    recipe = load_recipe(recipe_path, overrides, notice=lambda text: errors.print(text, style="dim"))
-    if asked.write is not None and asked.write.exists():
-        raise ValueError(f"--write: '{asked.write}' exists: give another file.")
-    if asked.step is not None and asked.step.exists():
-        raise ValueError(f"--step: '{asked.step}' exists: give another folder.")
-    if asked.tokens is not None and asked.tokens < 1:
-        raise ValueError(f"--tokens {asked.tokens}: give a positive number of tokens.")
-    if asked.write is not None and asked.disk is not None and recipe.offload_dir is None:
+    path, overrides = split_recipe_arguments(arguments)
+    recipe = load_recipe(path, overrides, notice=lambda text: errors.print(text, style="dim"))
+    for option, target in (("--write", write), ("--step", step)):
+        if target is not None and target.exists():
+            raise ValueError(f"{option}: '{target}' exists: give another {'file' if target is write else 'folder'}.")
+    if write is not None and scratch is not None and recipe.offload_dir is None:
         raise ValueError(
             "--write with --scratch: set offload_dir (in the recipe, or --offload_dir FOLDER) to a folder."
         )
-    cluster = _cluster(asked)
-    with Bar(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=errors,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        line = bar.add_task("building the model without contents")
+    profile = load(hardware, attention=attention)
+    node_bytes = parse_bytes("host_memory", host_memory)
+    if node_bytes is None:
+        node_bytes = profile.host_bytes
+    if node_bytes is None:
+        raise ValueError(
+            f"host_memory: the profile '{profile.name}' does not have a node's memory: give --host-memory, such as "
+            "1TiB."
+        )
+    cluster = Cluster(profile, gpus, node_bytes, parse_bytes("scratch", scratch) or 0)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not sys.stderr.isatty()) as bar:
+        line = bar.add_task("building the model without weights")
 
         def tell(text: str) -> None:
-            bar.update(line, description=f"rehearsed {text}")
-            if bar.disable:  # a log: a search of minutes must not be silent
-                errors.print(f"rehearsed {text}", highlight=False, markup=False, soft_wrap=True)
+            bar.update(line, description=f"estimated {text}")
+            if bar.disable:  # a search takes minutes; a log must not be silent for so long
+                errors.print(f"estimated {text}", highlight=False, markup=False, soft_wrap=True)
 
         planner = Planner(meta_model_of(recipe), cluster, tell)
-        bar.update(line, description="looking for what fits")
+        described = _describe(recipe, planner.model)
+        bar.update(line, description="looking for settings that fit")
         job = job_of(recipe)
         try:
-            plan = planner.longest(job) if asked.max_length else planner.best(job)
+            best = planner.longest(job) if max_length else planner.best(job)
         except DoesNotFit as error:
-            if asked.as_json:
+            if as_json:
                 console.print_json(json.dumps({"fits": False, "why_not": str(error)}))
             else:
                 console.print(f"does not fit: {error}", soft_wrap=True, highlight=False, markup=False)
             return 1
         drawn = None
-        if asked.step is not None:
-            bar.update(line, description="rehearsing the step once more, and without chunks, to draw them")
-            title = f"{_described(recipe, planner.model)}, {plan.job.context:,} tokens, {plan.candidate}"
-            drawn = planner.timelines(plan, title)
-    a_step = plan.job.context * plan.job.batch_size * plan.job.micro_batches
-    tokens = asked.tokens or a_step * recipe.steps
-    if asked.as_json:
-        console.print_json(json.dumps(record(plan, tokens)))
+        if step is not None:
+            bar.update(line, description="estimating the step again, with and without chunks, to draw it")
+            drawn = planner.timelines(best, f"{described}, {best.job.context:,} tokens, {best.candidate}")
+    tokens = tokens or best.job.context * best.job.batch_size * best.job.micro_batches * recipe.steps
+    figures = json.dumps(record(best, tokens))
+    if as_json:
+        console.print_json(figures)
     else:
-        show(console, _described(recipe, planner.model), plan, tokens, longest=asked.max_length)
-    if asked.step is not None and drawn is not None:
-        asked.step.mkdir(parents=True)
-        texts = {"plan.json": json.dumps(record(plan, tokens)), "timeline.json": drawn[0].to_json(),
-                 "before.json": drawn[1].to_json()}  # fmt: skip
+        show(console, described, best, tokens, longest=max_length)
+    if step is not None and drawn is not None:
+        step.mkdir(parents=True)
+        texts = {"plan.json": figures, "timeline.json": drawn[0].to_json(), "before.json": drawn[1].to_json()}
         for name, text in texts.items():
-            (asked.step / name).write_text(text, encoding="utf-8")
-        errors.print(f"wrote {asked.step}: `trunkline report {asked.step}` draws it", highlight=False, markup=False)
-    if asked.write is not None:
-        asked.write.write_text(dump_recipe(written(recipe, plan)), encoding="utf-8")
-        errors.print(f"wrote {asked.write}", highlight=False)
+            (step / name).write_text(text, encoding="utf-8")
+        errors.print(f"wrote {step}: `trunkline report {step}` draws it", highlight=False, markup=False)
+    if write is not None:
+        write.write_text(dump_recipe(written(recipe, best)), encoding="utf-8")
+        errors.print(f"wrote {write}", highlight=False)
     return 0
 
 
-def _described(recipe: Recipe, model: Any) -> str:
-    """The model for people: what it is called, and how large it turned out with the recipe's tokenizer."""
+def _describe(recipe: Recipe, model: Any) -> str:
+    """Return the model's name, and its size with the recipe's tokenizer."""
+    from trunkline.train.run import count_text
+
     count = sum(parameter.numel() for parameter in model.parameters())
     words = model.config.get_text_config().vocab_size
     return f"{recipe.model.preset or recipe.model.path} ({count_text(count)} parameters, vocabulary {words:,})"
 
 
-def _cluster(asked: Asked) -> Cluster:
-    hardware = load(asked.hardware, attention=asked.attention)
-    host = parse_bytes("host_memory", asked.host_memory)
-    if host is None and hardware.host_bytes is None:
-        raise ValueError(
-            f"host_memory: the profile '{hardware.name}' does not say how much a node has: give --host-memory, such as "
-            "1TiB."
-        )
-    disk = parse_bytes("disk", asked.disk) or 0
-    return Cluster(hardware, asked.gpus, hardware.host_bytes or 0 if host is None else host, disk)
-
-
 def record(plan: Plan, tokens: int) -> dict[str, Any]:
-    """A plan as JSON: what `trunkline report` reads, and what scripts want.
+    """Return a plan as a JSON object; `trunkline report` reads it, too.
 
     Args:
         plan: the plan.
-        tokens: of the run whose cost is told.
+        tokens: tokens of the run, for its cost.
     """
-    rehearsal, step = plan.estimate, plan.estimate.step
+    step = plan.estimate.step
     assert step is not None
     return {
         "fits": True,
@@ -167,15 +157,15 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "tokens_per_second": step.tokens_per_second * step.devices,
         "mfu": step.mfu,
         "mfu_recompute_counted": step.hardware_utilisation,
-        "peaks": {tier: sum(parts.values()) for tier, parts in rehearsal.memory.items()},
-        "holders": rehearsal.memory,
+        "peaks": {tier: sum(parts.values()) for tier, parts in plan.estimate.memory.items()},
+        "holders": plan.estimate.memory,
         "capacity": {
             "device": plan.cluster.usable_device_bytes,
             "host": plan.cluster.usable_host_bytes,
             "disk": plan.cluster.usable_disk_bytes,
         },
         "exposed": step.exposed,
-        "moved": rehearsal.moved,
+        "moved": plan.estimate.moved,
         "loading": plan.loading,
         "tokens": tokens,
         "gpu_hours": plan.gpu_hours(tokens),
@@ -184,14 +174,14 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
 
 
 def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool) -> None:
-    """A plan for people.
+    """Print a plan: what fits, speed, memory of a rank by tier, waits, cost, slower settings.
 
     Args:
-        console: where.
-        model: what is trained.
+        console: where to print.
+        model: name and size of the model.
         plan: the plan.
-        tokens: of the run whose cost is told.
-        longest: whether the context was looked for.
+        tokens: tokens of the run, for its cost.
+        longest: whether the context is the longest that fits, not the recipe's.
     """
     step, cluster, budgets = plan.estimate.step, plan.cluster, plan.budgets
     assert step is not None
@@ -207,13 +197,9 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
     say(f"with: {plan.candidate}")
     table = Table(header_style="bold", box=None, pad_edge=False)
-    for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("what holds it", False)):
+    for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("held by", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
-    rooms = {
-        "device": cluster.usable_device_bytes,
-        "host": cluster.usable_host_bytes,
-        "disk": cluster.usable_disk_bytes,
-    }
+    rooms = {"device": cluster.usable_device_bytes, "host": cluster.usable_host_bytes, "disk": cluster.usable_disk_bytes}
     for tier, parts in plan.estimate.memory.items():
         held = sum(parts.values())
         if held:
@@ -230,8 +216,8 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
     needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
-    needed_budgets = [f"device_budget {in_units(budgets.device)}", *needed]
-    say(f"budgets of stream(): {', '.join(needed_budgets)}")
+    needed.insert(0, f"device_budget {in_units(budgets.device)}")
+    say(f"budgets of stream(): {', '.join(needed)}")
     if plan.loading:
         node = plan.loading * cluster.devices_per_node_used
         text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"
@@ -241,13 +227,13 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         say(text, "red" if node > cluster.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
     if plan.alternatives:
-        say("also rehearsed, and slower:")
+        say("also estimated, and slower:")
     for candidate, seconds in sorted(plan.alternatives, key=lambda other: other[1]):
         say(f"  {seconds / step.seconds:.3f} x the time with {candidate}", "dim")
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people."""
+    """Return a duration as text: seconds below 100 s, else minutes or hours."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

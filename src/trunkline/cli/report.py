@@ -1,11 +1,13 @@
-"""`trunkline report`: write the page of a run, and say where it is."""
+"""`trunkline report`: write the page of a run and list its files."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Annotated
 
-from trunkline.report import write_report
+import typer
+
+from trunkline.cli.options import command, short_path
 
 _CONTENTS = {
     "index.html": "the page: open it in a browser, send it as it is",
@@ -13,16 +15,18 @@ _CONTENTS = {
 }
 
 
-def run_report(run: Path, output: Path | None) -> None:
-    """Write the report and list what it consists of.
+@command(epilog="Files that a run's folder may hold, and how each figure is counted: docs/report.md.")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as the output of trunkline train.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder to write; default: report in the run's folder.")
+    ] = None,
+) -> None:
+    """Write a page about a training run or an estimated step: one HTML file, pictures, a trace."""
+    from trunkline.report import write_report
 
-    Args:
-        run: folder of a run.
-        output: folder of the report; None for `report` in the run's.
-    """
     written = write_report(run, output)
-    relative = os.path.relpath(written.folder)
-    print(f"Wrote {written.folder if relative.startswith('..') else relative}/")
+    print(f"Wrote {short_path(written.folder)}/")
     width = max(map(len, written.files))
     for name in written.files:
         print(f"  {name:{width}}  {_CONTENTS.get(name, 'a chart as a picture')}")

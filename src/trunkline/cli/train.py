@@ -1,4 +1,4 @@
-"""`trunkline train`: load the recipe, run it, say what was written and what to try next."""
+"""`trunkline train`: train by a recipe, then say what was written and what to try next."""
 
 from __future__ import annotations
 
@@ -7,57 +7,63 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from transformers.utils import logging as transformers_logging
 
-from trunkline.distributed import failure
-from trunkline.train.display import PlainDisplay, clock_text, make_display
-from trunkline.train.job import RankLog, join
-from trunkline.train.output import EVALUATION, EVALUATIONS, PLAN
-from trunkline.train.recipe import Recipe
-from trunkline.train.run import RunResult, train
-from trunkline.train.settings import load_recipe
+from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, short_path, split_recipe_arguments
+
+if TYPE_CHECKING:
+    from trunkline.train.recipe import Recipe
+    from trunkline.train.run import RunResult
 
 
-def run_train(recipe_path: Path, overrides: Sequence[tuple[str, str]]) -> None:
-    """Train and report on the terminal.
+@command(
+    context_settings=RECIPE_SETTINGS,
+    epilog="All settings: docs/settings.md. An unknown one is answered with the nearest name.",
+)
+def train(arguments: RecipeArguments) -> None:
+    """Train a model by a recipe and write a Hugging Face model folder."""
+    from transformers.utils import logging as transformers_logging
 
-    Args:
-        recipe_path: YAML file.
-        overrides: Dotted names and values of the command line.
-    """
-    # Its bars would be drawn across the display, for a model that is saved in a moment.
-    transformers_logging.disable_progress_bar()
-    rank = int(os.environ.get("RANK", "0"))
-    log = RankLog() if rank else None
+    from trunkline.distributed import failure
+    from trunkline.train import run
+    from trunkline.train.display import PlainDisplay, make_display
+    from trunkline.train.job import RankLog, join
+    from trunkline.train.settings import load_recipe
+
+    path, overrides = split_recipe_arguments(arguments)
+    transformers_logging.disable_progress_bar()  # it would be drawn across the display
+    log = RankLog() if int(os.environ.get("RANK", "0")) else None
     console = Console(file=log) if log else Console()
     display = PlainDisplay(console) if log else make_display(console)
-    recipe = load_recipe(recipe_path, overrides, notice=display.note)
+    recipe = load_recipe(path, overrides, notice=display.note)
     job = join(recipe)
     if job.mesh is not None:
         failure.heed_termination()
-    result = train(recipe, display, job, log)
+    result = run.train(recipe, display, job, log)
     job.leave()
     for line in summary(recipe, result, job.world_size) if job.is_main else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
-    """Return the closing lines: how it went, what was written, three things to try.
+    """Return the lines printed after a run: the loss, the files written, three commands to try next.
 
     Args:
-        recipe: What was run.
-        result: What came out.
-        processes: That ran it.
+        recipe: the recipe of the run.
+        result: the result of the run.
+        processes: number of processes of the run.
 
     Returns:
-        Lines of text; the commands in them work as they stand, from the current folder.
+        Lines of text. Their commands work unchanged from the current folder.
     """
+    from trunkline.train.display import clock_text
+    from trunkline.train.output import EVALUATION, EVALUATIONS, PLAN
+
     steps = result.steps
-    folder = _short(result.output)
+    folder = short_path(result.output)
     seconds = sum(step.total_seconds for step in steps)
     evaluating = sum(record.seconds for record in result.evaluations)
     beside = f" and {clock_text(evaluating)} of evaluations" if result.evaluations else ""
@@ -86,14 +92,14 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         "",
         "Next, for example:",
     ]
-    for number, (what, command) in enumerate(next_commands(recipe, result, processes), start=1):
-        lines += [f"  {number}. {what}:", f"     {command}"]
+    for number, (purpose, line) in enumerate(next_commands(recipe, result, processes), start=1):
+        lines += [f"  {number}. {purpose}:", f"     {line}"]
     return lines
 
 
 def next_commands(recipe: Recipe, result: RunResult, processes: int = 1) -> list[tuple[str, str]]:
     """Return three things to try, each with a command line that works from the current folder."""
-    folder = _short(result.output)
+    folder = short_path(result.output)
     start = (
         _program("trunkline") if processes == 1 else f"{_program('torchrun')} --nproc-per-node {processes} -m trunkline"
     )
@@ -129,9 +135,4 @@ def _program(name: str) -> str:
     """Return how to call a program of this environment from here: by name where the shell finds that one."""
     program = Path(sys.executable).with_name(name)
     on_path = shutil.which(name)
-    return name if on_path is not None and Path(on_path) == program else shlex.quote(_short(program))
-
-
-def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
+    return name if on_path is not None and Path(on_path) == program else shlex.quote(short_path(program))

@@ -1,4 +1,4 @@
-"""`trunkline tune`: measure this machine, write its profile, draw its sweet spot, and say what was found."""
+"""`trunkline tune`: measure this machine, write its hardware profile, and draw the chunk sizes that suit it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,63 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch.distributed as dist
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from trunkline.cli.found import found_lines
-from trunkline.distributed import failure
-from trunkline.distributed.mesh import init_mesh
-from trunkline.plan import hardware as profiles
-from trunkline.plan import own, sweet_spot, tuning
-from trunkline.plan.hardware import Hardware
-from trunkline.plan.survey import Survey
-from trunkline.train.models import resolve_device
+from trunkline.cli.options import command, short_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from trunkline.plan.hardware import Hardware
+    from trunkline.plan.survey import Survey
+    from trunkline.plan.sweet_spot import Pair
 
 _PATIENCE = timedelta(minutes=30)  # the longest that a rank may be behind another
 
 
-def run_tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -> None:
-    """Measure this machine, together with the other ranks where torchrun has started several.
+@command(epilog="Measurements, the file, and how plans use it: docs/plan.md.")
+def tune(
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Profile to write (.toml), or with --hardware the picture (.png); default: your own."
+        ),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder whose speed is measured; default: the one for temporary files."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda", help="Device to measure.")] = None,
+    head_dims: Annotated[
+        str | None, typer.Option(metavar="D,D,…", help="Head dims of attention; default: 64,128.")
+    ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="Measure nothing; draw the sweet spot of a known profile.")
+    ] = None,
+) -> None:
+    """Measure this machine for plans: write its hardware profile, and a picture of the chunk sizes that suit it."""
+    if hardware is None:
+        _tune(output, disk, device or "auto", head_dims or "64,128")
+    elif (disk, device, head_dims) != (None, None, None):
+        raise ValueError("--hardware measures nothing: leave --disk, --device and --head-dims out, or --hardware.")
+    elif not int(os.environ.get("RANK", "0")):
+        _draw(hardware, output)
 
-    Args:
-        output: profile to write; None for the user's own.
-        disk: folder whose speed is measured; None for the one of temporary files.
-        device: `auto`, `cpu` or `cuda`.
-        head_dims: of attention, with commas between them.
 
-    Raises:
-        ValueError: an option is out of range, or a folder cannot be written to.
-        RankError: another rank has failed.
-    """
+def _tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -> None:
+    """Measure this machine, together with the other ranks if torchrun started several; write and show the profile."""
+    import torch.distributed as dist
+
+    from trunkline.distributed import failure
+    from trunkline.distributed.mesh import init_mesh
+    from trunkline.plan import own, tuning
+    from trunkline.plan.hardware import Hardware, to_toml
+    from trunkline.plan.survey import Survey
+
     path = own.path() if output is None else output
     dims = _head_dims(head_dims)
     kind = _device(device)
@@ -53,38 +79,30 @@ def run_tune(output: Path | None, disk: Path | None, device: str, head_dims: str
         if is_main:
             figures = survey.profile()
             measured = Hardware.from_figures(figures, name=own.NAME if output is None else path.stem)
-            _write(profiles.to_toml(figures), path)
+            _write(to_toml(figures), path)
             _show(measured, path, console)
         if failure.in_job():
-            dist.barrier()  # rank 0 may still fail, of which the others are to know
+            dist.barrier()  # rank 0 may still fail, and the others must learn of it
     if failure.in_job():
         dist.destroy_process_group()
 
 
-def run_drawing(name: str, output: Path | None) -> None:
-    """Draw the sweet spot of a profile, and say where it lies.
+def _draw(name: str, output: Path | None) -> None:
+    """Draw the sweet spot of a profile, given by its name or file, and print it in words."""
+    from trunkline.plan import hardware, sweet_spot
 
-    Args:
-        name: of the profile, or its file.
-        output: the picture; None for one in the current folder.
-
-    Raises:
-        ValueError: there is no such profile, the picture cannot be written there, or matplotlib is not installed.
-    """
-    if int(os.environ.get("RANK", "0")):
-        return
-    known = profiles.load(name)
+    known = hardware.load(name)
     path = _picture(Path(f"{known.name}.toml")) if output is None else output
     _check_output(path, ".png")
     console = Console()
     pairs = sweet_spot.sweet_spot(known)
     _say(console, [known.title, *_hidden(pairs, known)])
     sweet_spot.draw(pairs, known, path)
-    _say(console, ["", f"Drew {_short(path)}"])
+    _say(console, ["", f"Drew {short_path(path)}"])
 
 
 def _measure(survey: Survey, console: Console) -> None:
-    """Run all tasks, a line for each; on a terminal with a bar below them."""
+    """Run all measurements, with a line for each; on a terminal with a bar below them."""
     width = max(len(task.name) for task in survey.tasks)
     columns = (SpinnerColumn(), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip
@@ -100,16 +118,20 @@ def _measure(survey: Survey, console: Console) -> None:
 
 
 def _show(measured: Hardware, path: Path, console: Console) -> None:
-    """Say what was found and where the files are, and draw the sweet spot beside the profile."""
+    """Print the profile and the paths of the files, and draw the sweet spot beside the profile."""
+    from trunkline.cli.hardware_table import hardware_lines
+    from trunkline.distributed import failure
+    from trunkline.plan import own, sweet_spot
+
     devices = measured.devices_per_node if failure.in_job() else 1
     pairs = sweet_spot.sweet_spot(measured, devices=devices)
-    _say(console, ["", measured.title, *found_lines(measured), *_hidden(pairs, measured), ""])
+    _say(console, ["", measured.title, *hardware_lines(measured), *_hidden(pairs, measured), ""])
     name = own.NAME if measured.name == own.NAME else str(path)
-    _say(console, [f"Wrote {_short(path)}: plans take it as hardware={name!r}."])
+    _say(console, [f"Wrote {short_path(path)}: plans take it as hardware={name!r}."])
     picture = _picture(path)
     if sweet_spot.can_draw():
         sweet_spot.draw(pairs, measured, picture, devices=devices)
-        _say(console, [f"Drew {_short(picture)}"])
+        _say(console, [f"Drew {short_path(picture)}"])
     else:
         _say(console, [
             "No picture: matplotlib is not installed. pip install 'trunkline[report]', then trunkline tune "
@@ -117,8 +139,10 @@ def _show(measured: Hardware, path: Path, console: Console) -> None:
         ])  # fmt: skip
 
 
-def _hidden(pairs: dict[str, sweet_spot.Pair], machine: Hardware) -> list[str]:
-    """In which chunks attention hides the moves."""
+def _hidden(pairs: dict[str, Pair], machine: Hardware) -> list[str]:
+    """Return lines that say from which chunk size on attention hides the moves."""
+    from trunkline.plan import sweet_spot
+
     source = sweet_spot.route(machine)
     lines = [f"  {pair.direction:<10}{sweet_spot.in_words(pair)}" for pair in pairs.values()]
     return ["", f"Keys and values of {sweet_spot.Shape().name} from {source}, while attention computes", *lines]
@@ -134,11 +158,13 @@ def _head_dims(text: str) -> list[int]:
 def _device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {name}: give auto, cpu or cuda.")
+    from trunkline.train.models import resolve_device
+
     return resolve_device(name)
 
 
 def _check_output(path: Path, ending: str) -> None:
-    """Refuse before the minutes are spent what cannot be written after them."""
+    """Refuse a path that cannot be written, before minutes are spent on measuring."""
     if path.suffix != ending:
         raise ValueError(f"--output {path}: give the name of a {ending} file.")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +173,7 @@ def _check_output(path: Path, ending: str) -> None:
 
 
 def _write(text: str, path: Path) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -158,11 +184,6 @@ def _write(text: str, path: Path) -> None:
 
 def _picture(profile: Path) -> Path:
     return profile.with_name(f"{profile.stem}-sweet-spot.png")
-
-
-def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def _say(console: Console, lines: list[str]) -> None:

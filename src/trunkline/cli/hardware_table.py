@@ -1,4 +1,4 @@
-"""What a hardware profile says, in a few lines that a person takes in at a glance."""
+"""A hardware profile as aligned text: compute, memory, moves, collectives, cost of an operator."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ _DTYPES = ("bf16", "fp32")
 _NAME, _CELL = 34, 16
 
 
-def found_lines(machine: Hardware) -> list[str]:
-    """Lines of aligned text: compute, memory, moves, collectives, and what operators cost besides.
-
-    Args:
-        machine: a profile.
-    """
+def hardware_lines(machine: Hardware) -> list[str]:
+    """Return a profile's figures as lines of aligned text."""
     lines = ["", _line("Compute, at its fastest", *_DTYPES)]
     lines += [_line(f"  {name}", *cells) for name, cells in _compute(machine.figures)]
-    lines += ["", _line("Memory, by what is done", "fastest", "large")]
+    lines += ["", _line("Memory, by operation", "fastest", "large")]
     for kind in MEMORY_KINDS:
         rows = sorted(machine.figures["memory"][kind]["points"])
         lines.append(_line(f"  {kind}", _rate(max(rate for _, rate in rows)), _rate(rows[-1][1])))
     lines += ["", _line("Moves", "one way", "both at once")]
     lines += [_line(f"  {name}", _rate(alone), _rate(both)) for name, alone, both in _moves(machine)]
     lines += ["", "Collectives"]
-    lines += [f"  {name:<16}{_collective(each, mend)}" for name, each, mend in (
+    lines += [f"  {name:<16}{_collective(each, command)}" for name, each, command in (
         ("within a node", machine.intra, "torchrun --nproc-per-node N -m trunkline tune does"),
         ("between nodes", machine.inter, "torchrun over several nodes does"),
     )]  # fmt: skip
@@ -38,7 +34,7 @@ def found_lines(machine: Hardware) -> list[str]:
 
 
 def _compute(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Names and cells of matrix products and attention."""
+    """Yield names and cells of matrix products and attention."""
     yield "matrix products", [_fastest(figures["matmul"].get(dtype)) for dtype in _DTYPES]
     attention = figures["attention"]
     tables = attention[attention["default"]]
@@ -58,9 +54,9 @@ def _moves(machine: Hardware) -> Iterator[tuple[str, float, float]]:
     yield "host memory to disk", disk.write, disk.both_write
 
 
-def _collective(measured: Collective | None, mend: str) -> str:
+def _collective(measured: Collective | None, command: str) -> str:
     if measured is None:
-        return f"not measured: {mend}"
+        return f"not measured: {command}"
     return f"{_rate(measured.bandwidth)} a device, the smallest takes {_seconds(measured.latency)}"
 
 
