@@ -61,7 +61,7 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
     record = json.loads(out)
     assert record["fits"] is True
     assert record["context"] == 8192
-    assert record["parallel"] == {"dp": 1, "sp": 2, "cp": 1, "tp": 1, "zero": 2, "offload": False}
+    assert record["ranks"] == {"dp": 1, "sp": 2, "cp": 1, "tp": 1, "zero": 2, "offload": False}
     assert set(record["settings"]) == {"chunk_size", "keep", "checkpoint_every", "device_budget"}  # nothing leaves it
     assert record["gpu_hours"] == pytest.approx(1e9 / record["tokens_per_second"] * 2 / 3600)
     assert record["peaks"] == {tier: sum(parts.values()) for tier, parts in record["holders"].items()}

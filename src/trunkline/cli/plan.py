@@ -53,7 +53,7 @@ def plan(
     ] = None,
 ) -> int:
     """Say whether a recipe fits a machine (which you need not own), its fastest settings there, and its cost."""
-        from trunkline.plan.hardware import load
+    from trunkline.plan.hardware import load
     from trunkline.plan.planner import DoesNotFit, Planner
     from trunkline.plan.search_space import Cluster
     from trunkline.train.planning import job_of, meta_model_of, written
@@ -145,11 +145,8 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "hardware": f"{plan.cluster.devices} x {plan.cluster.hardware.title}",
         "context": plan.job.context,
         "settings": plan.settings,
-        "parallel": {
-            "dp": plan.candidate.parallel_dims.dp,
-            "sp": plan.candidate.parallel_dims.sp,
-            "cp": plan.candidate.parallel_dims.cp,
-            "tp": plan.candidate.parallel_dims.tp,
+        "ranks": {
+            **{axis: getattr(plan.candidate.parallel_dims, axis) for axis in ("dp", "sp", "cp", "tp")},
             "zero": plan.candidate.sharding_spec.zero,
             "offload": plan.candidate.sharding_spec.offload,
         },
@@ -159,17 +156,23 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "mfu_recompute_counted": step.hardware_utilisation,
         "peaks": {tier: sum(parts.values()) for tier, parts in plan.estimate.memory.items()},
         "holders": plan.estimate.memory,
-        "capacity": {
-            "device": plan.cluster.usable_device_bytes,
-            "host": plan.cluster.usable_host_bytes,
-            "disk": plan.cluster.usable_disk_bytes,
-        },
+        "capacity": _capacity(plan),
         "exposed": step.exposed,
         "moved": plan.estimate.moved,
         "loading": plan.loading,
         "tokens": tokens,
         "gpu_hours": plan.gpu_hours(tokens),
         "others": [{"choice": str(candidate), "seconds": seconds} for candidate, seconds in plan.alternatives],
+    }
+
+
+def _capacity(plan: Plan) -> dict[str, int]:
+    """Return the bytes that a rank may use in each tier."""
+    cluster = plan.cluster
+    return {
+        "device": cluster.usable_device_bytes,
+        "host": cluster.usable_host_bytes,
+        "disk": cluster.usable_disk_bytes,
     }
 
 
@@ -196,16 +199,16 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     say(f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}", "green")
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
     say(f"with: {plan.candidate}")
+    capacity = _capacity(plan)
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("held by", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
-    rooms = {"device": cluster.usable_device_bytes, "host": cluster.usable_host_bytes, "disk": cluster.usable_disk_bytes}
     for tier, parts in plan.estimate.memory.items():
         held = sum(parts.values())
         if held:
             largest = sorted(parts.items(), key=lambda part: -part[1])
             text = ", ".join(f"{what} {in_units(nbytes)}" for what, nbytes in largest if nbytes > held / 50)
-            table.add_row(tier, in_units(held), in_units(rooms[tier]), text)
+            table.add_row(tier, in_units(held), in_units(capacity[tier]), text)
     console.print(table)
     waits = [
         f"{lane} {duration(seconds)} ({seconds / step.seconds:.1%})"
