@@ -132,7 +132,7 @@ def test_a_recipe_with_the_plans_settings(capsys: pytest.CaptureFixture[str], re
     written = load_recipe(target)
     assert written.context == 8192
     assert {name: written.stream_settings[name] for name in settings} == {**settings, "keep": ("attention",)}
-    assert (written.parallel.sp, written.parallel.zero) == (2, 2)
+    assert (written.ranks.sp, written.ranks.zero) == (2, 2)
     before = target.read_bytes()
     code, _, err = plan(capsys, recipe, *given, "--write", target)
     assert (code, target.read_bytes()) == (2, before)

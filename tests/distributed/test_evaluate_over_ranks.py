@@ -68,14 +68,14 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}], ids=["sp", "dp", "cp", "tp"]
+    "ranks", [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}], ids=["sp", "dp", "cp", "tp"]
 )
-def test_training_evaluates_on_its_ranks(parallel: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_training_evaluates_on_its_ranks(ranks: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path) -> None:
     got = {}
     for name, more in (("plain", {}), ("evaluated", asked(tmp_path))):
         folder = tmp_path / name
         folder.mkdir()
-        path = recipe(folder, parallel=parallel, **more)
+        path = recipe(folder, ranks=ranks, **more)
         assert run(2, command, str(path), str(folder / "log")) == [0, 0], (folder / "log-0-2").read_text()
         got[name] = metrics(folder), load_file(folder / "out" / "model" / "model.safetensors")
     assert [step["loss"] for step in got["plain"][0]] == [step["loss"] for step in got["evaluated"][0]]

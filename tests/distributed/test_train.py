@@ -62,12 +62,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "parallel",
+    "ranks",
     [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}, {"sp": 2, "offload": True}],
     ids=["sp", "dp", "cp", "tp", "offload"],
 )
-def test_a_run_over_processes_is_that_of_one(parallel: dict[str, Any], alone: Any, tmp_path: Path) -> None:
-    path = recipe(tmp_path, parallel=parallel)
+def test_a_run_over_processes_is_that_of_one(ranks: dict[str, Any], alone: Any, tmp_path: Path) -> None:
+    path = recipe(tmp_path, ranks=ranks)
     assert run(2, command, str(path), str(tmp_path / "log")) == [0, 0]
     expected, weights = alone
     got = metrics(tmp_path)
@@ -75,7 +75,7 @@ def test_a_run_over_processes_is_that_of_one(parallel: dict[str, Any], alone: An
     assert [step["grad_norm"] for step in got] == pytest.approx([step["grad_norm"] for step in expected], rel=1e-4)
     assert [step["lr"] for step in got] == [step["lr"] for step in expected]
     assert [step["tokens"] for step in got] == [step["tokens"] for step in expected]
-    if "dp" not in parallel and "tp" not in parallel:
+    if "dp" not in ranks and "tp" not in ranks:
         assert all(step["lanes"]["comm"]["bytes"] > 0 for step in got)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     for name, weight in model.state_dict().items():
@@ -89,7 +89,7 @@ def test_a_run_over_processes_is_that_of_one(parallel: dict[str, Any], alone: An
 
 
 def test_bfloat16_shards_are_float32_masters(tmp_path: Path) -> None:
-    path = recipe(tmp_path, model={"preset": "tiny-llama", "dtype": "bfloat16"}, parallel={"dp": 2})
+    path = recipe(tmp_path, model={"preset": "tiny-llama", "dtype": "bfloat16"}, ranks={"dp": 2})
     assert run(2, command, str(path), str(tmp_path / "log")) == [0, 0]
     assert metrics(tmp_path)[-1]["loss"] < metrics(tmp_path)[0]["loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
@@ -100,12 +100,12 @@ def test_bfloat16_shards_are_float32_masters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"parallel": {"sp": 3}}, "sp x cp x tp must divide 2: 3 does not"),
-        ({"parallel": {"dp": 2}, "batch_size": 3}, "batch_size (3, global) is not a multiple of parallel.dp (2)"),
-        ({"parallel": {"sp": 2}, "model": {"preset": "tiny-llama", "overrides": {"num_attention_heads": 3,
+        ({"ranks": {"sp": 3}}, "sp x cp x tp must divide 2: 3 does not"),
+        ({"ranks": {"dp": 2}, "batch_size": 3}, "batch_size (3, global) is not a multiple of ranks.dp (2)"),
+        ({"ranks": {"sp": 2}, "model": {"preset": "tiny-llama", "overrides": {"num_attention_heads": 3,
           "num_key_value_heads": 1, "hidden_size": 24}}}, "sp=2 does not divide 3 query"),
-        ({"parallel": {"sp": 2}, "device": "cuda:1"}, "names one device, and there are 2 processes"),
-        ({"parallel": {"spp": 2}}, "Did you mean 'parallel.sp'?"),
+        ({"ranks": {"sp": 2}, "device": "cuda:1"}, "names one device, and there are 2 processes"),
+        ({"ranks": {"spp": 2}}, "Did you mean 'ranks.sp'?"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_once(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_mistakes_are_told_once(changes: dict[str, Any], says: str, tmp_path: Pa
 
 
 def test_one_process_is_told_to_use_torchrun(tmp_path: Path) -> None:
-    settings = yaml.safe_load(recipe(tmp_path, parallel={"sp": 2}).read_text())
+    settings = yaml.safe_load(recipe(tmp_path, ranks={"sp": 2}).read_text())
     with pytest.raises(RecipeError, match="torchrun --nproc-per-node 2 -m trunkline train"):
         job.join(Recipe.model_validate(settings))
 
@@ -141,7 +141,7 @@ def test_time_outs_follow_the_step() -> None:
 
 def test_a_killed_process_ends_the_run_with_a_word(tmp_path: Path) -> None:
     """As torchrun does it: the others get SIGTERM."""
-    path = recipe(tmp_path, parallel={"sp": 2}, steps=10_000)
+    path = recipe(tmp_path, ranks={"sp": 2}, steps=10_000)
     started = start(2, command, str(path), str(tmp_path / "log"))
     deadline = time.monotonic() + 60
     while "step    10/10000" not in (

@@ -142,7 +142,7 @@ def test_bytes_are_looked_at_before_seconds(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of a job that cuts parameters builds all of them first."""
-    recipe = recipe_of(tmp_path, parallel={"offload": True})
+    recipe = recipe_of(tmp_path, ranks={"offload": True})
     with_room(monkeypatch)
     rehearsal = flown(recipe).estimate
     assert rehearsal is not None
@@ -185,7 +185,7 @@ def test_one_process_can_offload(tmp_path: Path) -> None:
     """In a process of its own, since it joins a job of one: the losses are those of a run that does not."""
     losses = []
     for offload in (False, True):
-        recipe = recipe_of(tmp_path, steps=2, output=str(tmp_path / f"run-{offload}"), parallel={"offload": offload})
+        recipe = recipe_of(tmp_path, steps=2, output=str(tmp_path / f"run-{offload}"), ranks={"offload": offload})
         (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
         command = [sys.executable, "-m", "trunkline", "train", str(tmp_path / "recipe.yaml")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -178,7 +178,7 @@ def test_every_alias_means_its_setting_and_is_announced(tmp_path, alias, real):
         "model.dtype": "float32",
         "model.path": "m",
         "data.files": "f",
-        "parallel.zero": "2",
+        "ranks.zero": "2",
     }
     value = values.get(real, "3" if real in ("steps", "log_every", "seed", "batch_size") else "1")
     section, _, field = real.rpartition(".")

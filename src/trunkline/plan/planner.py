@@ -286,7 +286,7 @@ class Planner:
                 f"{in_units(budgets.beyond)} before anything is kept ({in_units(budgets.static)} "
                 f"for parameters and optimizer, the rest for a "
                 f"chunk's own computation and gradients), {in_units(-budgets.device)} too much with "
-                f"{candidate}: more devices, a device with more memory, parallel.offload, or a smaller "
+                f"{candidate}: more devices, a device with more memory, ranks.offload, or a smaller "
                 "chunk_size would mend it."
             )
         if cluster.usable_host_bytes and budgets.host <= 0:

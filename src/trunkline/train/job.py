@@ -152,23 +152,23 @@ def join(recipe: Recipe) -> Job:
     """Join the run's other processes, if torchrun has started several.
 
     Raises:
-        ValueError: `parallel` asks for several processes, and there is one; or does not make up their number.
+        ValueError: `ranks` asks for several processes, and there is one; or does not make up their number.
     """
     with failure.guard():
         return _join(recipe)
 
 
 def _join(recipe: Recipe) -> Job:
-    parallel = recipe.parallel
+    ranks = recipe.ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    asked = (parallel.dp or 1) * parallel.sp * parallel.cp * parallel.tp
+    asked = (ranks.dp or 1) * ranks.sp * ranks.cp * ranks.tp
     if world_size == 1:
         if asked > 1:
             raise RecipeError(
-                f"parallel asks for {asked} processes, and this is one: start it with torchrun --nproc-per-node "
-                f"{asked} -m trunkline train …, or leave parallel out."
+                f"ranks asks for {asked} processes, and this is one: start it with torchrun --nproc-per-node "
+                f"{asked} -m trunkline train …, or leave ranks out."
             )
-        if not parallel.offload:
+        if not ranks.offload:
             return Job()
         _be_the_only_rank()  # of FSDP2, which is what moves parameters to the host and back
     if ":" in recipe.device and world_size > 1:
@@ -178,7 +178,7 @@ def _join(recipe: Recipe) -> Job:
         )
     resolve_device(recipe.device)
     device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
-    mesh = trunkline.init_mesh(dp=parallel.dp, sp=parallel.sp, cp=parallel.cp, tp=parallel.tp,
+    mesh = trunkline.init_mesh(dp=ranks.dp, sp=ranks.sp, cp=ranks.cp, tp=ranks.tp,
                                device_type=device_type, timeout=_START)  # fmt: skip
     parallel_dims = parallel_dims_of(mesh)
     if recipe.batch_size % parallel_dims.dp:

@@ -15,7 +15,7 @@ from trunkline.plan.planner import Plan
 from trunkline.plan.search_space import TrainingJob
 from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.train.models import build_config, tokenizer_spec
-from trunkline.train.recipe import ParallelSection, Recipe
+from trunkline.train.recipe import RanksSection, Recipe
 
 _BUDGETS = ("device_budget", "host_budget", "offload_dir", "disk_budget")
 
@@ -39,10 +39,10 @@ def job_of(recipe: Recipe) -> TrainingJob:
     if fixed.get("chunk_size") == "auto":
         del fixed["chunk_size"]
     optimizer = AdamWSpec(recipe.optimizer.fp32_master)
-    parallel = recipe.parallel
+    ranks = recipe.ranks
     parallel_dims = None
-    if parallel != ParallelSection():
-        parallel_dims = ParallelDims(parallel.dp or 1, parallel.sp, parallel.cp, parallel.tp)
+    if ranks != RanksSection():
+        parallel_dims = ParallelDims(ranks.dp or 1, ranks.sp, ranks.cp, ranks.tp)
     sharding_spec = None if parallel_dims is None else sharding_spec_of(recipe)
     return TrainingJob(
         recipe.context, recipe.batch_size, optimizer, fixed, parallel_dims, sharding_spec, recipe.gradient_accumulation
@@ -51,16 +51,16 @@ def job_of(recipe: Recipe) -> TrainingJob:
 
 def sharding_spec_of(recipe: Recipe) -> ShardingSpec:
     """How the recipe's parameters are spread over its processes."""
-    parallel = recipe.parallel
+    ranks = recipe.ranks
     masters = recipe.optimizer.fp32_master and recipe.model.dtype != "float32"
-    return ShardingSpec(parallel.zero, torch.float32 if masters else None, offload=parallel.offload)
+    return ShardingSpec(ranks.zero, torch.float32 if masters else None, offload=ranks.offload)
 
 
 def written(recipe: Recipe, plan: Plan) -> Recipe:
     """A recipe with what a plan has chosen."""
     parallel_dims, sharding_spec = plan.candidate.parallel_dims, plan.candidate.sharding_spec
     reserved = plan.estimate.reserved
-    parallel = ParallelSection(
+    ranks = RanksSection(
         dp=parallel_dims.dp,
         sp=parallel_dims.sp,
         cp=parallel_dims.cp,
@@ -72,8 +72,8 @@ def written(recipe: Recipe, plan: Plan) -> Recipe:
         "context": plan.job.context, "chunk_size": plan.candidate.chunk_size, "keep": plan.candidate.keep,
         "checkpoint_every": plan.candidate.checkpoint_every, "device_budget": plan.budgets.device,
         "host_budget": reserved.get("host") or None,
-        "parallel": parallel,
+        "ranks": ranks,
     }  # fmt: skip
     if reserved.get("disk"):
         changed["disk_budget"] = reserved["disk"]
-    return Recipe.model_validate({**recipe.model_dump(), **changed, "parallel": parallel.model_dump()})
+    return Recipe.model_validate({**recipe.model_dump(), **changed, "ranks": ranks.model_dump()})

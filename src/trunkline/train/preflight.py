@@ -196,7 +196,7 @@ def _check_loading(recipe: Recipe, meta_model: MetaModel, job: Job, free: dict[s
     if wanted > room:
         masters = "optimizer.fp32_master false (half of it), " if recipe.optimizer.fp32_master else ""
         raise RecipeError(
-            "this run cannot load its model: each process builds it whole in host memory before parallel.zero cuts it, "
+            "this run cannot load its model: each process builds it whole in host memory before ranks.zero cuts it, "
             f"which takes {in_units(wanted)}, and {in_units(room)} can be had. Use {masters}fewer processes on this "
             "machine, or one with more memory (preflight: false in the recipe goes on all the same)."
         )
@@ -222,7 +222,7 @@ def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int
         smaller = f"chunk_size below {chunk:,}, " if chunk > _SMALLEST else ""
         budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
         mends = {
-            "device": f"{smaller}keep [], {budgets}, optimizer.fp32_master false, or more processes (parallel)",
+            "device": f"{smaller}keep [], {budgets}, optimizer.fp32_master false, or more processes (ranks)",
             "host": "a smaller host_budget with disk, checkpoint_every 4, or a shorter context",
             "disk": "another disk, checkpoint_every 4, keep [], or a shorter context",
         }

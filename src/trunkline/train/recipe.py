@@ -108,7 +108,7 @@ class OptimizerSection(_Section):
     )
 
 
-class ParallelSection(_Section):
+class RanksSection(_Section):
     """How the processes that torchrun starts share the work."""
 
     dp: Count | None = Field(default=None, description="replicas, each with other samples; null for what is left")
@@ -123,9 +123,7 @@ class ParallelSection(_Section):
     @model_validator(mode="after")
     def _offload_of_what_is_cut(self) -> Self:
         if self.offload and self.zero == 0:
-            raise ValueError(
-                "parallel.offload has no effect with parallel.zero 0, which cuts nothing: set zero to 2 or 3"
-            )
+            raise ValueError("ranks.offload has no effect with ranks.zero 0, which cuts nothing: set zero to 2 or 3")
         return self
 
 
@@ -226,7 +224,7 @@ class Recipe(_Section):
         default=2, description="tensors of one store on the device at a time; 1 turns double buffering off"
     )
     compile: bool = Field(default=False, description="compile the layers with torch.compile, all but their attention")
-    parallel: ParallelSection = ParallelSection()
+    ranks: RanksSection = RanksSection()
     evaluate: EvaluateSection = EvaluateSection()
     batch_size: Count = Field(default=1, description="samples of one micro-batch (global)")
     gradient_accumulation: Count = Field(default=1, description="micro-batches of one step")

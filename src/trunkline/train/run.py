@@ -147,8 +147,8 @@ def _model(
     recipe: Recipe, config: Any, device: torch.device, job: Job, display: Display
 ) -> tuple[nn.Module, int | None, float]:
     """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
-    parallel, parallel_dims, dtype = recipe.parallel, job.parallel_dims, recipe.model.dtype
-    cut = bool(parallel.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or parallel.offload)
+    ranks, parallel_dims, dtype = recipe.ranks, job.parallel_dims, recipe.model.dtype
+    cut = bool(ranks.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or ranks.offload)
     # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
     masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
     wide = recipe
@@ -166,7 +166,7 @@ def _model(
         job.expect(expected_seconds(per_rank, device, getattr(torch, dtype)))
     if cut or parallel_dims.tp > 1:
         param_dtype = getattr(torch, dtype) if masters else None
-        trunkline.shard(model, job.mesh, zero=parallel.zero, param_dtype=param_dtype, offload=parallel.offload and cut)
+        trunkline.shard(model, job.mesh, zero=ranks.zero, param_dtype=param_dtype, offload=ranks.offload and cut)
     return model, flops, attention_share
 
 
@@ -184,13 +184,13 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
     samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
-    ranks = (
-        f", {job.world_size} processes ({job.parallel_dims}, zero={recipe.parallel.zero})" if job.world_size > 1 else ""
+    processes = (
+        f", {job.world_size} processes ({job.parallel_dims}, zero={recipe.ranks.zero})" if job.world_size > 1 else ""
     )
-    ranks += ", offload" if recipe.parallel.offload else ""
+    processes += ", offload" if recipe.ranks.offload else ""
     return [
         f"trunkline {trunkline.__version__}: {name}, {count_text(count)} parameters in {recipe.model.dtype} on "
-        f"{place}{ranks}",
+        f"{place}{processes}",
         f"context {recipe.context:,} tokens (global), chunk_size {recipe.chunk_size}, "
         f"keep [{', '.join(recipe.keep)}], {samples}{accumulation} a step, {recipe.steps} steps",
         f"data: {cut}",
