@@ -18,7 +18,7 @@ from _resident import answered, in_own_process, reset_peak, status
 from _variants import KEEPS, Setup, build, prepare, step, tokens
 
 from trunkline.config import Progress
-from trunkline.offload.budgets import TierBudget
+from trunkline.offload.stats import TierBudget
 
 WARM_UP_TOKENS = 256
 
@@ -81,7 +81,7 @@ def _main(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, Any]
     model.zero_grad(set_to_none=False)
     ids_BS = tokens(setup, length)
     if streamed:
-        watch.stores = model.forward.tiers.accounts["device"]
+        watch.stores = model.forward.tiers.budgets["device"]
     idle = status("VmRSS")
     watch.start()
     done = step(model, ids_BS, keep_grads=True)

@@ -64,7 +64,8 @@ class StreamedForward:
         """Where what forwards keep rests; of the device on which the model is now."""
         device = self.decoder.device
         if self._tiers is None or self._tiers_device != device:
-            self._tiers, self._tiers_device = tiers_for(device, self.config), device
+            config, self._tiers_device = self.config, device
+            self._tiers = tiers_for(device, config.budgets, config.offload_dir, config.prefetch)
         return self._tiers
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:

@@ -6,8 +6,8 @@ import re
 from typing import Literal
 
 TierName = Literal["device", "host", "disk"]
-BEYOND: tuple[TierName, ...] = ("host", "disk")
-TIERS: tuple[TierName, ...] = ("device", *BEYOND)
+OFFLOAD_TIERS: tuple[TierName, ...] = ("host", "disk")
+TIERS: tuple[TierName, ...] = ("device", *OFFLOAD_TIERS)
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)}}  # fmt: skip
@@ -34,7 +34,7 @@ def parse_bytes(setting: str, value: int | str | None) -> int | None:
     raise ValueError(f"{setting}={value!r}: give a number of bytes, or one with a unit, such as '24GiB' or '500MB'.")
 
 
-def in_units(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """A number of bytes for people, in 1024-based units."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):

@@ -22,7 +22,7 @@ from oracle import alone, check, collect, packed, plain, positions, relative_err
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trunkline
-from trunkline.offload.placement import Advice, Placement, StoreRequest, _transit
+from trunkline.offload.placement import FitHints, Placement, StoreRequest, _in_flight_bytes
 from trunkline.offload.storage import TierError
 from trunkline.offload.stores import Stores, Tiers
 from trunkline.plan.estimate import Estimate, estimate
@@ -99,7 +99,7 @@ def check_any_budget(
         # In two halves Cohere's one norm for both branches, in fp32 as transformers computes it, is gone through twice.
         twice = family == "cohere" and strategy != "streamed"
         check(got, expected, FP64, family, tolerance=1e-6 if twice else None)
-    for account in tiers.accounts.values():
+    for account in tiers.budgets.values():
         assert account.budget is not None
         assert account.peak <= account.budget
         assert account.held == 0
@@ -111,7 +111,7 @@ def nothing_left() -> Iterator[None]:
     left, close = [], Stores.close
 
     def look(stores: Stores) -> None:
-        stores.settle_all()
+        stores.flush_all()
         left.append(stores.held)
         close(stores)
 
@@ -126,7 +126,7 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any
     """The smallest device budget that is enough for a batch, and the smallest with which everything stays."""
 
     class Asking(Tiers):
-        def place(self, requests: Sequence[StoreRequest], advice: Advice | None = None) -> Placement:
+        def place(self, requests: Sequence[StoreRequest], advice: FitHints | None = None) -> Placement:
             asked.extend(requests)
             return super().place(requests, advice)
 
@@ -135,8 +135,8 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any
     packed(model, ids, **given)
     everything = sum(request.nbytes for request in asked)
     inner = sum(request.nbytes for request in asked if request.group == "inner")
-    least = inner + _transit([request for request in asked if request.group != "inner"])
-    return min(least, everything) if all(request.stays for request in asked) else least, everything
+    least = inner + _in_flight_bytes([request for request in asked if request.group != "inner"])
+    return min(least, everything) if all(request.allow_resident for request in asked) else least, everything
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2, 3])
@@ -163,7 +163,7 @@ def test_a_trip_over_the_disk_changes_nothing(keep: tuple[str, ...], checkpoint_
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         gradients.append((loss.detach(), collect(model)))
-    assert tiers_of(model).accounts["disk"].peak > 0
+    assert tiers_of(model).budgets["disk"].peak > 0
     assert float(gradients[0][0]) == pytest.approx(float(gradients[1][0]), rel=1e-6)
     for name, expected in gradients[0][1].items():
         assert relative_error(gradients[1][1][name], expected) < 2e-6
@@ -209,7 +209,7 @@ def test_several_forwards_are_outstanding(tmp_path: Path) -> None:
     got = collect(model)
     for name, gradient in got.items():
         assert relative_error(gradient, expected[0][1][name] + expected[1][1][name]) < 1e-8
-    assert [account.held for account in tiers_of(model).accounts.values()] == [0, 0, 0]
+    assert [account.held for account in tiers_of(model).budgets.values()] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,12 +243,12 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(TierError, match="No space left on device"):
         streamed(model, ids, ids)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert [account.held for account in tiers_of(model).accounts.values()] == [0, 0, 0]
+    assert [account.held for account in tiers_of(model).budgets.values()] == [0, 0, 0]
     gc.collect()
     for _ in range(2):
         model.zero_grad()
         check(streamed(model, ids, ids), expected, FP64)
-        assert [account.held for account in tiers_of(model).accounts.values()] == [0, 0, 0]
+        assert [account.held for account in tiers_of(model).budgets.values()] == [0, 0, 0]
 
 
 def test_budgets_that_are_too_small() -> None:
@@ -281,7 +281,7 @@ def test_a_rehearsal_says_what_a_step_does_to_the_byte(
     streamed(model, ids, ids)
     tiers = tiers_of(model)
     expected = estimate(model, 37, batch_size=2, **choice)
-    assert expected.peaks == {tier: account.peak for tier, account in tiers.accounts.items()}
+    assert expected.peaks == {tier: account.peak for tier, account in tiers.budgets.items()}
     assert expected.moved == {lane: traffic.moved for lane, traffic in tiers.lanes.traffic.items()}
     assert expected.moved["stash"] > 0
     with torch.no_grad():
@@ -328,7 +328,7 @@ def test_strategies_with_frozen_parameters(strategy: Any, keep: Any, freeze: str
         model, chunk_size=4, keep=keep, attn_strategy=strategy, device_budget="96KiB", offload_dir=tmp_path
     )
     check(streamed(model, ids, ids), expected, FP64)
-    assert [account.held for account in tiers_of(model).accounts.values()] == [0, 0, 0]
+    assert [account.held for account in tiers_of(model).budgets.values()] == [0, 0, 0]
 
 
 def test_which_strategy_is_taken(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from trunkline.chunking import split
 from trunkline.engine import loss
 from trunkline.engine.grads import GradientSums
 from trunkline.offload.chunked_sequence import ChunkedSequence
-from trunkline.offload.stores import resident
+from trunkline.offload.stores import resident_stores
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -64,7 +64,7 @@ def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed
         seen.append(x.shape[1])
         return layer(x)
 
-    stores = resident()
+    stores = resident_stores()
     hidden, grads = (ChunkedSequence(3, stores, name) for name in ("hidden", "grads"))
     targets = torch.full((1, 20), -100)
     for chunk in split(20, 8):

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import pytest
 import test_parity
-import torch
 from adversary import AdversaryBackend
 from test_parity import *  # noqa: F403
 
-from trunkline.config import StreamConfig
-from trunkline.offload.placement import Advice, Placement, StoreRequest, _transit
+from trunkline.offload.placement import FitHints, Placement, StoreRequest, _in_flight_bytes
 from trunkline.offload.stores import Tiers
 
 # Resident on purpose, or about something else than what a run keeps.
@@ -30,28 +28,28 @@ class Squeezed(Tiers):
         self._random = random.Random(seed)
         self._streams = False  # keys and values stay off the device
 
-    def place(self, requests: Sequence[StoreRequest], advice: Advice | None = None) -> Placement:
+    def place(self, requests: Sequence[StoreRequest], advice: FitHints | None = None) -> Placement:
         if requests[0].group == "inner":  # another try for the same run
             if self._streams:
                 raise ValueError("not by head groups this time")
             return super().place(requests, advice)
         self._streams = self._random.random() < 0.5
         if self._streams:
-            requests = [replace(request, stays=request.group != "live kv") for request in requests]
+            requests = [replace(request, allow_resident=request.group != "live kv") for request in requests]
         everything = sum(request.nbytes for request in requests)
-        least = _transit(requests)
-        self.accounts["device"].budget = int(least + self._random.random() * max(everything - least, 0))
+        least = _in_flight_bytes(requests)
+        self.budgets["device"].budget = int(least + self._random.random() * max(everything - least, 0))
         for _ in range(20):
             try:
                 return super().place(requests, advice)
             except ValueError:  # other runs are outstanding
-                self.accounts["device"].budget += everything
+                self.budgets["device"].budget += everything
         raise AssertionError("no budget is enough")
 
 
 @pytest.fixture(autouse=True, params=range(2))
 def _adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tiers_for(device: torch.device, config: StreamConfig) -> Tiers:
+    def tiers_for(*args: object) -> Tiers:
         return Squeezed(request.param, 2 + request.param)
 
     monkeypatch.setattr("trunkline.forward.tiers_for", tiers_for)

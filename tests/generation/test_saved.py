@@ -41,7 +41,7 @@ def test_what_is_not_refused_at_once_can_be_gone_on_from(
             cache = trunkline.prefill(model, ids) if way == "read" else trunkline.load_cache(model, tmp_path / "cache")
         except ValueError as error:
             assert "device_budget" in str(error)  # noqa: PT017 - it may be either
-            assert sum(account.held for account in tiers_of(model).accounts.values()) == 0
+            assert sum(account.held for account in tiers_of(model).budgets.values()) == 0
             trunkline.unstream(model)
             continue
         trunkline.prefill(model, more, cache=cache)
@@ -103,7 +103,7 @@ def test_a_fork_where_there_is_room_for_one_open_end(tmp_path: Path, monkeypatch
     trunkline.stream(model, chunk_size=16, device_budget=200_000, offload_dir=tmp_path)
     cache = trunkline.prefill(model, ids[:, :100])
     step_through(cache, model, ids, expected, [101, 110], 1e-9)
-    left = cache.tiers.room("device")
+    left = cache.tiers.unreserved_bytes("device")
     assert left is not None
     assert left < cache.open_bytes(1) * 3.5  # of which there are two, with the room to read and to move
     forks = [cache.fork() for _ in range(3)]
@@ -129,7 +129,7 @@ def test_a_damaged_cache_is_an_error_that_says_so(tmp_path: Path) -> None:
                 trunkline.load_cache(model, folder)
             gc.collect()
             trunkline.stats(model)
-            assert sum(account.held for account in tiers_of(model).accounts.values()) == 0
+            assert sum(account.held for account in tiers_of(model).budgets.values()) == 0
 
 
 def test_what_was_forgotten_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

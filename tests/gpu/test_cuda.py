@@ -105,7 +105,7 @@ def test_budgets_change_no_gradient_and_are_kept(keep: tuple[str, ...], budgets:
         assert total_error(got, exact) <= 1.2 * total_error(resident, exact)
     meters = trunkline.stats(model)
     assert meters.moved > 0
-    accounts = model.forward.tiers.accounts
+    accounts = model.forward.tiers.budgets
     assert all(meters.peaks[tier] <= (account.budget or 0) for tier, account in accounts.items())
     before = torch.cuda.memory_allocated()
     trunkline.unstream(model)

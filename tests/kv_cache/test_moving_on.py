@@ -92,7 +92,7 @@ def test_bytes_are_counted_once_whatever_fails(tmp_path: Path, monkeypatch: pyte
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=64, device_budget=150_000, offload_dir=tmp_path)
     cache = trunkline.prefill(model, ids[:, :70])
-    accounts = tiers_of(model).accounts
+    accounts = tiers_of(model).budgets
     step_through(cache, model, ids, expected, list(range(71, 87)), 1e-9)
 
     def held() -> int:
@@ -130,7 +130,7 @@ def test_bytes_are_counted_once_whatever_fails(tmp_path: Path, monkeypatch: pyte
     assert held() == cache.nbytes
     del cache, stretch
     gc.collect()
-    tiers_of(model).clear_forgotten()
+    tiers_of(model).release_abandoned()
     assert held() == 0
 
 

@@ -338,7 +338,7 @@ def test_decoding_has_more_chunks_under_way_where_the_device_has_room(
         step_through(cache, model, ids, expected, [cache.length + 1], 1e-9)
         meters = trunkline.stats(model)
         assert meters.lanes["fetch"].moved == cache.links[0].stretch.nbytes == 48 * pair
-        assert meters.peaks["device"] == cache.tiers.accounts["device"].held + left * pair
+        assert meters.peaks["device"] == cache.tiers.budgets["device"].held + left * pair
         assert meters.peaks["device"] <= budget
         fork = cache.fork()
     assert fork.length == 259

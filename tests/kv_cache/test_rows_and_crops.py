@@ -163,7 +163,7 @@ def test_a_disk_that_fails_costs_no_room(tmp_path: Path, monkeypatch: pytest.Mon
     def failing(*_: object) -> None:
         raise TierError("reading failed")
 
-    account = tiers_of(model).accounts["device"]
+    account = tiers_of(model).budgets["device"]
     before = account.held
     for _ in range(3):
         with monkeypatch.context() as patched:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.offload.backends import CpuBackend
-from trunkline.offload.chunked_sequence import ChunkedSequence, dense, in_step, look_ahead
+from trunkline.offload.chunked_sequence import ChunkedSequence, dense, prefetch_more, read_next
 from trunkline.offload.lanes.base import Lanes, Move
 from trunkline.offload.placement import StoreRequest
 from trunkline.offload.storage import StorageBlock
-from trunkline.offload.stores import Backend, Stores, Tiers, resident
+from trunkline.offload.stores import Backend, Stores, Tiers, resident_stores
 
 CHUNK = 64 * 4  # bytes
 
@@ -25,7 +25,7 @@ def opened(backend: Backend, num_on_device: int, num_on_host: int, num_chunks: i
     """Stores with one named "x", which may have so many chunks on the device and the host."""
     reading, writing = prefetch + 1, max(prefetch - 1, 1)
     request = StoreRequest(("x",), ((CHUNK,) * num_chunks,), "x", reading + writing, 0, True)
-    room = 0 if num_on_device >= num_chunks else request.transit("forward")
+    room = 0 if num_on_device >= num_chunks else request.in_flight_bytes("forward")
     budgets = {"device": num_on_device * CHUNK + room, "host": num_on_host * 512, "disk": 2**20}
     tiers = Tiers(budgets, backend, prefetch)
     return Stores(tiers, tiers.place([request]))
@@ -58,10 +58,10 @@ def test_any_order(
         sequence.stash(i, x + 100)
     order.reverse()
     assert [float(x[0, 7, 7]) for x in sequence.read(order, take=True)] == [i + 100 for i in order]
-    stores.settle_all()
+    stores.flush_all()
     assert sequence.nbytes == 0
-    assert {account.held for account in stores.tiers.accounts.values()} == {0}
-    for account in stores.tiers.accounts.values():
+    assert {account.held for account in stores.tiers.budgets.values()} == {0}
+    for account in stores.tiers.budgets.values():
         assert account.budget is not None
         assert account.peak <= account.budget
 
@@ -82,13 +82,13 @@ def test_a_chunk_taken_and_put_back_is_not_read_before_it_is_back() -> None:
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_so_many_are_on_the_device_at_a_time(prefetch: int, tmp_path: Path) -> None:
     stores = opened(CpuBackend(tmp_path), 0, 0, 12, prefetch)
-    device, disk = stores.tiers.accounts["device"], stores.tiers.accounts["disk"]
+    device, disk = stores.tiers.budgets["device"], stores.tiers.budgets["disk"]
     sequence = ChunkedSequence(12, stores, "x")
     for i in range(12):
         sequence.stash(i, chunk(i))
     assert device.peak == max(prefetch - 1, 1) * CHUNK
     assert disk.held == 12 * CHUNK
-    stores.settle_all()
+    stores.flush_all()
     assert device.held == 0
     device.peak = 0
     for _ in sequence.read(range(12), take=True):
@@ -105,7 +105,7 @@ def test_chunks_are_fetched_in_turn_and_while_those_on_the_device_are_read(
     """What is wanted first is sent for first; what is on the device takes no buffer, and is no reason to wait."""
     count, on_device, prefetch = 20, 4, 3
     request = StoreRequest(("k", "v"), ((CHUNK,) * count,) * 2, "x", prefetch + 1 + prefetch - 1, 0, True)
-    budgets = {"device": 2 * on_device * CHUNK + request.transit("forward"), "host": None, "disk": 2**20}
+    budgets = {"device": 2 * on_device * CHUNK + request.in_flight_bytes("forward"), "host": None, "disk": 2**20}
     tiers = Tiers(budgets, CpuBackend(tmp_path), prefetch)
     stores = Stores(tiers, tiers.place([request]))
     sequences = [ChunkedSequence(count, stores, name) for name in ("k", "v")]
@@ -121,15 +121,15 @@ def test_chunks_are_fetched_in_turn_and_while_those_on_the_device_are_read(
 
     monkeypatch.setattr(stores.lanes, "fetch", recorded)
     readers = [sequence.read(range(count)) for sequence in sequences]
-    look_ahead(readers)
+    prefetch_more(readers)
     assert sent == [(0, 4), (1, 4), (0, 5), (1, 5)]  # one is in use, and two are under way
     for i in range(count):
-        assert [float(x[0, 0, 0]) for x in in_step(readers)] == [i, i]
+        assert [float(x[0, 0, 0]) for x in read_next(readers)] == [i, i]
         ahead = range(4, min(max(i + prefetch, 4 + prefetch - 1), count))
         assert sent == [(at, number) for number in ahead for at in (0, 1)]
     for reader in readers:
-        reader.done()
-    assert tiers.accounts["device"].peak <= budgets["device"]
+        reader.release()
+    assert tiers.budgets["device"].peak <= budgets["device"]
 
 
 def test_form_survives_the_disk(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_run_that_is_forgotten_gives_its_place_back(tmp_path: Path) -> None:
         sequence.stash(i, chunk(i))
     del stores, sequence
     tiers.stats()
-    assert [account.held for account in tiers.accounts.values()] == [0, 0, 0]
+    assert [account.held for account in tiers.budgets.values()] == [0, 0, 0]
     assert tiers.storage("disk").ranges.taken == 0
 
 
@@ -182,14 +182,14 @@ def test_runs_share_a_budget(tmp_path: Path) -> None:
 
 
 def test_without_budgets_nothing_moves() -> None:
-    stores = resident()
+    stores = resident_stores()
     sequence = ChunkedSequence(2, stores, "anything")
     xs = [chunk(i) for i in range(2)]
     for i in range(2):
         sequence.stash(i, xs[i])
     assert all(x is y for x, y in zip(xs, sequence.read(range(2)), strict=True))
     assert stores.tiers._lanes is None
-    assert stores.tiers.accounts["device"].held == 2 * CHUNK
+    assert stores.tiers.budgets["device"].held == 2 * CHUNK
 
 
 def test_an_error_in_a_lane_reaches_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.offload.allocator import ALIGNMENT, RangeAllocator
-from trunkline.offload.budgets import TierBudget
 from trunkline.offload.placement import StoreRequest, place
+from trunkline.offload.stats import TierBudget
 from trunkline.offload.storage import HostSlab, ScratchFile, StorageBlock, TierError
-from trunkline.units import in_units, parse_bytes
+from trunkline.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,19 @@ def test_what_is_no_number_of_bytes(given_as: object) -> None:
 
 
 def test_units() -> None:
-    assert [in_units(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB",
     ]  # fmt: skip
 
 
 def test_an_account_does_not_go_past_its_budget() -> None:
     account = TierBudget("device", 10)
-    account.hold(6)
-    account.hold(4)
+    account.acquire(6)
+    account.acquire(4)
     account.release(5)
     assert (account.held, account.peak) == (5, 10)
     with pytest.raises(AssertionError):
-        account.hold(6)
+        account.acquire(6)
     with pytest.raises(AssertionError):
         TierBudget("device").release(1)
 
@@ -130,10 +130,10 @@ def test_placements_keep_to_their_budgets(
         places = [[tier == "device" for tier, _ in placement.places[name]] for name in request.names]
         assert all(each == places[0] for each in places)  # together
         assert places[0] == sorted(places[0], reverse=True)  # the first chunks stay
-    assert held["device"] <= placement.live + placement.kept
-    assert max(placement.live, min(reserved, device)) + placement.kept <= device
-    assert held["host"] <= placement.beyond.get("host", 0) <= (host or 0)
-    assert held["disk"] <= placement.beyond.get("disk", 0) <= (disk or 0)
+    assert held["device"] <= placement.transient + placement.persistent
+    assert max(placement.transient, min(reserved, device)) + placement.persistent <= device
+    assert held["host"] <= placement.offloaded.get("host", 0) <= (host or 0)
+    assert held["disk"] <= placement.offloaded.get("disk", 0) <= (disk or 0)
     for spans in seen.values():
         spans.sort()
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

@@ -179,8 +179,8 @@ def test_after_the_step_nobody_listens(tmp_path):
     trainer = trainer_for(make(tmp_path), 0)
     trainer.step(0)
     tiers = tiers_of(trainer.model)
-    assert tiers.ledger is None
-    assert tiers.lanes.record is None
+    assert tiers.observer is None
+    assert tiers.lanes.log is None
     first = trainer.timeline
     trainer.step(1)
     assert trainer.timeline is first
@@ -193,7 +193,7 @@ def test_a_step_that_fails_leaves_nothing_running(tmp_path):
     with pytest.raises(TrainingDivergedError):
         trainer.step(0)
     assert trainer.timeline is None
-    assert tiers_of(trainer.model).ledger is None
+    assert tiers_of(trainer.model).observer is None
     assert not trainer.recorder._gauge._thread.is_alive()
 
 

@@ -222,7 +222,7 @@ class Core:
             self.append_kv(chunk, k, v)
         (o,) = self._known.popleft()
         if chunk is self.chunks[-1]:
-            self._kept_readers[0].done()
+            self._kept_readers[0].release()
             self._kept_readers = ()
         return o
 
@@ -275,7 +275,7 @@ class Core:
 
     def _end_backward(self) -> None:
         for reader in self._kept_readers:
-            reader.done()
+            reader.release()
         self._kv.clear()
         self._dkv.clear()
 

@@ -236,7 +236,7 @@ class HeadGroupsCore:
 
     def _end_reading(self) -> None:
         for reader in self._readers:
-            reader.done()
+            reader.release()
         self._readers = []
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trunkline.chunking import Chunk
-from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, dense, in_step
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, dense, read_next
 from trunkline.offload.stores import Stores
 
 KVPair = tuple[Tensor, Tensor]
@@ -23,7 +23,7 @@ class KVStore:
         num_resident: how many chunks, from the first, share one buffer on the device.
         stores: where the other chunks rest.
         names: of the two stores.
-        num_places: that chunks beyond the buffers take turns in, so many being held at a time; None for one of each.
+        num_slots: that chunks beyond the buffers take turns in, so many being held at a time; None for one of each.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KVStore:
         num_resident: int,
         stores: Stores,
         names: tuple[str, str],
-        num_places: int | None = None,
+        num_slots: int | None = None,
     ) -> None:
         self.tokens = chunks[num_resident - 1].stop if num_resident else 0  # in the buffers
         self._chunks = chunks
@@ -40,7 +40,7 @@ class KVStore:
         self._num_resident = num_resident
         self._stores = stores
         self._buffers: tuple[Tensor, ...] = ()
-        self._later = tuple(ChunkedSequence(len(chunks), stores, name, num_places) for name in names)
+        self._later = tuple(ChunkedSequence(len(chunks), stores, name, num_slots) for name in names)
         self._kinds = tuple(sequence.kind for sequence in self._later)
         self._readers: tuple[Reader, ...] = ()
 
@@ -88,7 +88,7 @@ class KVStore:
 
     def next_later(self) -> KVPair:
         """The next chunk's tensors."""
-        a, b = in_step(self._readers)
+        a, b = read_next(self._readers)
         return a, b
 
     def drop(self, indices: Iterable[int]) -> None:
@@ -100,7 +100,7 @@ class KVStore:
     def end_reading(self) -> None:
         """The tensors given last are no longer in use, and nothing more is read."""
         for reader in self._readers:
-            reader.done()
+            reader.release()
         self._readers = ()
 
     def clear(self) -> None:
@@ -128,5 +128,5 @@ class KVStore:
 
     def _hold(self, buffers: tuple[Tensor, ...]) -> None:
         for buffer, kind in zip(buffers, self._kinds, strict=True):
-            self._stores.hold("device", buffer.nbytes, kind)
+            self._stores.acquire("device", buffer.nbytes, kind)
         self._buffers = buffers

@@ -15,7 +15,7 @@ import trunkline
 from trunkline.cli.generate import peak_bytes
 from trunkline.cli.options import Device, Dtype, ModelFolder, command
 from trunkline.config import StreamConfig
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 
 @command(
@@ -107,11 +107,11 @@ def evaluate(
             Console().print(table)
     else:
         print(evaluation.table_text(result), end="")
-    peaks = ", ".join(f"{tier} {in_units(n)}" for tier, n in trunkline.stats(loaded).peaks.items() if n)
+    peaks = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in trunkline.stats(loaded).peaks.items() if n)
     _say(
         console,
         f"{display.done_tokens:,} tokens in {seconds:,.1f} s, {display.done_tokens / seconds:,.0f} tokens/s; "
-        f"peak of activations: {peaks or 'nothing'}; of the process: {in_units(peak_bytes(loaded.device))}",
+        f"peak of activations: {peaks or 'nothing'}; of the process: {format_bytes(peak_bytes(loaded.device))}",
     )
     if output is not None:
         written = evaluation.write_folder(result, output, overwrite=overwrite)

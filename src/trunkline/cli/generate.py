@@ -17,7 +17,7 @@ import trunkline
 from trunkline.cli.options import Device, Dtype, ModelFolder, command
 from trunkline.config import Progress as Position
 from trunkline.config import StreamConfig
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -207,15 +207,15 @@ def peak_bytes(device: torch.device) -> int:
 
 def _summary(result: dict[str, Any]) -> list[str]:
     """Return speeds, sizes and waits as lines of text."""
-    peaks = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in result["peaks"].items() if nbytes)
+    peaks = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in result["peaks"].items() if nbytes)
     rate, cached = result["decode_tokens_per_second"], result["cached_tokens"]
     waits = {lane: seconds for lane, seconds in result["decode_exposed_seconds"].items() if seconds > 0.001}
     lines = [
         f"read {result['prompt_tokens']:,} tokens in {result['prefill_seconds']:.2f} s, "
         f"{result['prefill_tokens_per_second']:,.0f} tokens/s{f', after {cached:,} cached tokens' if cached else ''}",
         f"wrote {result['new_tokens']:,} tokens{f', {rate:,.1f} tokens/s' if rate else ''}",
-        f"keys and values {in_units(result['kv_bytes'])}; peak of activations and cache: {peaks or 'nothing'}; "
-        f"of the process: {in_units(result['process_peak'])}",
+        f"keys and values {format_bytes(result['kv_bytes'])}; peak of activations and cache: {peaks or 'nothing'}; "
+        f"of the process: {format_bytes(result['process_peak'])}",
     ]
     if waits:
         lines.append("decoding waited for " + ", ".join(f"{lane} {seconds:.2f} s" for lane, seconds in waits.items()))

@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, split_recipe_arguments
-from trunkline.units import in_units, parse_bytes
+from trunkline.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from trunkline.plan.planner import Plan
@@ -207,26 +207,26 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         held = sum(parts.values())
         if held:
             largest = sorted(parts.items(), key=lambda part: -part[1])
-            text = ", ".join(f"{what} {in_units(nbytes)}" for what, nbytes in largest if nbytes > held / 50)
-            table.add_row(tier, in_units(held), in_units(capacity[tier]), text)
+            text = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in largest if nbytes > held / 50)
+            table.add_row(tier, format_bytes(held), format_bytes(capacity[tier]), text)
     console.print(table)
     waits = [
         f"{lane} {duration(seconds)} ({seconds / step.seconds:.1%})"
         for lane, seconds in step.exposed.items()
         if seconds > 0
     ]
-    moved = [f"{lane} {in_units(nbytes)}" for lane, nbytes in plan.estimate.moved.items() if nbytes]
+    moved = [f"{lane} {format_bytes(nbytes)}" for lane, nbytes in plan.estimate.moved.items() if nbytes]
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
-    needed = [f"{tier}_budget {in_units(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
-    needed.insert(0, f"device_budget {in_units(budgets.device)}")
+    needed = [f"{tier}_budget {format_bytes(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
+    needed.insert(0, f"device_budget {format_bytes(budgets.device)}")
     say(f"budgets of stream(): {', '.join(needed)}")
     if plan.loading:
         node = plan.loading * cluster.devices_per_node_used
-        text = f"loading: each rank builds the whole model in host memory, {in_units(node)} on a node"
+        text = f"loading: each rank builds the whole model in host memory, {format_bytes(node)} on a node"
         if node > cluster.host_bytes:
             halved = ", or optimizer.fp32_master false, which halves it" if plan.candidate.sharding_spec.dtype else ""
-            text += f", which has {in_units(cluster.host_bytes)}: use nodes with more memory{halved}"
+            text += f", which has {format_bytes(cluster.host_bytes)}: use nodes with more memory{halved}"
         say(text, "red" if node > cluster.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
     if plan.alternatives:

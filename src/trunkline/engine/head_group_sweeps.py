@@ -74,6 +74,6 @@ def _first_half(run: StepState, layer: int, core: HeadGroupsCore) -> None:
     replays = run.ranks.pipeline(partial(replay, i) for i in run.descending)
     for i in run.descending:
         finish(i, *next(replays))
-    inputs.done()
+    inputs.release()
     if dy is not None:
-        dy.done()
+        dy.release()

@@ -183,7 +183,7 @@ def sweep(
                 sums.add(parameters, grads)
         if tile.stop == chunk.stop and hidden_grads is not None and dx_BCE is not None:
             hidden_grads.stash(chunk.index, dx_BCE)
-    reading.done()
+    reading.release()
     return total
 
 

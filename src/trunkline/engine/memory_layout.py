@@ -18,7 +18,7 @@ from trunkline.attention.head_groups import HeadGroupStores
 from trunkline.attention.kernels import resolve
 from trunkline.chunking import Chunk
 from trunkline.config import StreamConfig
-from trunkline.offload.placement import Advice, Placement, StoreRequest
+from trunkline.offload.placement import FitHints, Placement, StoreRequest
 from trunkline.offload.stores import Tiers
 
 # What kinds of stores hold, for people.
@@ -183,13 +183,13 @@ class StoreRequests:
         backward: int,
         *,
         group: str = "",
-        kept: bool = False,
+        persistent: bool = False,
         hidden: bool = False,
     ) -> StoreRequest:
         chunks = self._chunks if hidden else self._rows
         sizes = tuple(tuple(len(chunk) * width for chunk in chunks) for width in widths.values())
         group = group or next(iter(widths)).split()[0]
-        return StoreRequest(tuple(widths), sizes, group, forward, backward, kept)
+        return StoreRequest(tuple(widths), sizes, group, forward, backward, persistent)
 
     def _live_attention(self) -> list[StoreRequest]:
         """Keys, values and their gradients of the layer, or of the group of layers, that is under way."""
@@ -198,7 +198,7 @@ class StoreRequests:
         sizes = tuple(tuple(self._live(kind, chunk) for chunk in self._rows) for kind in live.values())
         # Where each layer has its own store for later chunks, those of the live layer are for what is resident alone.
         buffers = ("lk", "lv") if layout.saves and layout.trained.start == 0 else ()
-        found = [StoreRequest(tuple(live), sizes, "live kv", both, both, kept=False, resident_only=buffers)]
+        found = [StoreRequest(tuple(live), sizes, "live kv", both, both, persistent=False, resident_only=buffers)]
         if layout.trained and layout.saves and "kv" not in layout.config.keep:
             saved = sorted({layout.core(layer).k for layer in layout.trained})
             found += [self._request({k: widest("k"), f"v{k[1:]}": widest("v")}, both, both, group="kv") for k in saved]
@@ -247,32 +247,34 @@ class StoreRequests:
         layout, widths, both, keep = self._layout, self._widths, self._both, self._layout.config.keep
         if not layout.trained:
             return []
-        found = [self._request({"dy": widths.hidden}, both, both, kept=True, hidden=True)]
+        found = [self._request({"dy": widths.hidden}, both, both, persistent=True, hidden=True)]
         for layer in reversed(layout.trained):
             width, core, count = widths.layers[layer], layout.core(layer), layout.head_groups
             if "kv" in keep and count == 1:
                 kv = {core.k: width["k"], core.v: width["v"]}
-                found.append(self._request(kv, both, both, group="kv", kept=True))
+                found.append(self._request(kv, both, both, group="kv", persistent=True))
             if "attention" in keep:
                 outputs = [(core.o, core.lse)] if count == 1 else [(n.o, n.lse) for n in layout.by_groups(layer)]
                 for o, lse in outputs:
                     parts = {o: width["o"] // count, lse: width["lse"] // count}
-                    found.append(self._request(parts, both, self._reading, kept=True))
+                    found.append(self._request(parts, both, self._reading, persistent=True))
             if layout.position(layer) == 0:
                 twice = not layout.saves and count == 1 and self._live_chunks[layer] < len(self._rows)
                 readers = 2 * self._reading if twice else both  # keys and values of a window: see `again.project_kv`
-                found.append(self._request({f"input {layer}": widths.hidden}, both, readers, kept=True, hidden=True))
+                found.append(
+                    self._request({f"input {layer}": widths.hidden}, both, readers, persistent=True, hidden=True)
+                )
         return found
 
 
-def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> Advice:
+def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> FitHints:
     """What the messages of a placement say of these settings."""
-    added = config.host_budget is not None and tiers.accounts["host"].budget is None  # on a CPU, where both add up
+    added = config.host_budget is not None and tiers.budgets["host"].budget is None  # on a CPU, where both add up
     device = ["device_budget"] if config.device_budget is not None else []
     smaller = [f"chunk_size below {chunk_size:,}", "checkpoint_every=1" if config.checkpoint_every > 1 else "",
                "prefetch=1" if config.prefetch > 1 else ""]  # fmt: skip
     less = ["an empty keep" if config.keep else "", "a larger checkpoint_every (in a deep model)", "a shorter input"]
-    return Advice(
+    return FitHints(
         " + ".join([*device, *(["host_budget"] if added else [])]),
         " or ".join(filter(None, smaller)),
         " or ".join(filter(None, less)),
@@ -311,15 +313,15 @@ def choose(
     def placed(layout: MemoryLayout, *, streamed: bool = False) -> Placement:
         asked = StoreRequests(layout, widths, chunks, rows, live_chunks, tiers.prefetch).all()
         if streamed:
-            asked = [replace(request, stays=request.group != "live kv") for request in asked]
+            asked = [replace(request, allow_resident=request.group != "live kv") for request in asked]
         return tiers.place(asked, advice)
 
     def resident(layout: MemoryLayout, placement: Placement) -> bool:
         cores = [INNER] if layout.head_groups > 1 else [layout.core(layer) for layer in range(layout.num_layers)]
         names = {name for core in cores for name in core.working_set} & set(placement.places)
-        return all(placement.on_device(name) == len(chunks) for name in names)
+        return all(placement.num_on_device(name) == len(chunks) for name in names)
 
-    if strategy == "streamed" and not any(tiers.accounts[tier].budget for tier in tiers.accounts if tier != "device"):
+    if strategy == "streamed" and not any(tiers.budgets[tier].budget for tier in tiers.budgets if tier != "device"):
         raise ValueError(
             "attn_strategy='streamed' moves keys and values out of the device, and there is nowhere to move them: set "
             "offload_dir to a folder (or host_budget on an accelerator), or leave attn_strategy at 'auto'."

@@ -46,7 +46,7 @@ def _downwards(run: StepState, layer: int, core: Core, chunks: list[Chunk]) -> I
             chunk = coming.popleft()
             core.append_kv(run.rows[chunk.index], *run.project_kv(layer, inputs.next(), chunk))
         if not coming:
-            inputs.done()
+            inputs.release()
         yield
 
 
@@ -59,7 +59,7 @@ def regenerate(run: StepState, group: range) -> None:
     for layer in group[:-1]:
         with run.decoder.unsharded(layer, following=layer + 1, again=True):
             run.inputs[layer + 1] = _forward_again(run, layer, group)
-    run.stores.settle_all()
+    run.stores.flush_all()
 
 
 def _forward_again(run: StepState, layer: int, group: range) -> ChunkedSequence:

@@ -114,7 +114,7 @@ class StepState:
             work(chunk, inputs.next())
 
         self.ranks.interleave(partial(one, chunk) for chunk in chunks)
-        inputs.done()
+        inputs.release()
 
     def apply(
         self, layer: int, x_BCE: Tensor, chunk: Chunk, core: CoreCall, known: Callable[[Chunk], Tensor | None] | None

@@ -92,7 +92,7 @@ def backward_sweep(run: StepState, layer: int, factor: Tensor | None) -> None:
     replays = run.ranks.pipeline(partial(replay, i) for i in run.descending)
     for i, dy_BCE in zip(run.descending, dy.read(run.descending, take=True), strict=True):
         finish(i, dy_BCE, *next(replays))
-    inputs.done()
+    inputs.release()
     if isinstance(core, HeadGroupsCore):
         head_group_sweeps.after_backward(run, layer, core)
     run.cores[layer] = None
@@ -138,8 +138,8 @@ def place(run: StepState, *, differentiate: bool) -> None:
     """Find out from one token how large everything will be, and give it its tier before the first sweep."""
     token, tiers = Chunk(0, 0, 1), run.stores.tiers
     x_BCE = probe_token(run, differentiate=differentiate)
-    if tiers.decided is not None:
-        run.head_groups, placement = tiers.decided
+    if tiers.fixed_placement is not None:
+        run.head_groups, placement = tiers.fixed_placement
         run.stores = Stores(tiers, placement)
         return
     # Of one row: replicas have other batches, and must all look into the layers, or none.
@@ -234,14 +234,14 @@ def forward(run: StepState, *, differentiate: bool) -> None:
         differentiate: whether there may be a backward.
     """
     decoder = run.decoder
-    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.close_on_error():
         embed_forward(run, differentiate=differentiate)
         for layer in range(decoder.num_layers):
             again = run.lowest_layer is not None and layer >= run.lowest_layer
             following = layer + 1 if layer + 1 < decoder.num_layers else None
             with decoder.unsharded(layer, following=following, again=again):
                 forward_sweep(run, layer, differentiate=again)
-        run.stores.settle_all()
+        run.stores.flush_all()
     # What a forward itself writes to, as PEFT does to experts that it adapts, says nothing about others.
     run.versions = [(x, version) for x, version in run.versions if x._version == version]
 
@@ -250,7 +250,7 @@ def last_logits(run: StepState, count: int) -> Tensor:
     """Logits of the last `count` positions, (B, count, V)."""
     ends = list(itertools.accumulate(len(chunk) * run.ranks.size for chunk in run.chunks))
     wanted = [i for i, end in enumerate(ends) if end > run.batch.seq_len - count]
-    with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad(), run.stores.close_on_error():
         tail = torch.cat([run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)], dim=1)
         run.stores.close()
         padding = ends[-1] - run.batch.seq_len
@@ -277,7 +277,7 @@ def loss(run: StepState, *, differentiate: bool) -> Tensor:
     early = dtype == torch.float64
     divisor = batch.num_targets if batch.divisor is None else batch.divisor
     run.divisor = None if early else divisor
-    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.close_on_error():
         total = head.sweep(
             decoder.head,
             hidden,
@@ -290,7 +290,7 @@ def loss(run: StepState, *, differentiate: bool) -> Tensor:
             divisor=divisor if early else None,
             before_tile=partial(run.report, "head", -1),
         )
-        run.stores.settle_all()
+        run.stores.flush_all()
         if not differentiate:
             run.stores.close()
         value = (run.ranks.all_reduce(total) / batch.num_targets).to(dtype)
@@ -311,7 +311,7 @@ def scores(run: StepState) -> Tensor:
     assert batch.targets is not None
     shape = len(batch.input_ids_BS), decoder.vocab_size, run.replay.compute_dtype(run.inputs[-1].dtype)
     tile_tokens = head.tile_tokens(run.config.logits_bytes, *shape, device=batch.input_ids_BS.device)
-    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error():
+    with run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.close_on_error():
         chunks = zip(run.chunks, run.inputs.pop().read(range(len(run.chunks)), take=True), strict=True)
         for chunk, x_BCE in chunks:
             tiles = head.cut([chunk], tile_tokens)
@@ -339,7 +339,7 @@ def backward(run: StepState, grad_output: Tensor) -> None:
     run.sums.scale_(factor)
     layout = run.layout
     with (
-        run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.closed_on_error(),
+        run.replay.restored(), decoder.streamed_attention(), torch.no_grad(), run.stores.close_on_error(),
         decoder.unsharded(None),
     ):  # fmt: skip
         groups = list(layout.groups())

@@ -11,7 +11,7 @@ from trunkline.evaluate.heatmap import can_draw, write_heatmap, write_perplexity
 from trunkline.evaluate.results import Evaluation
 from trunkline.evaluate.scoring import WAYS, Way
 from trunkline.evaluate.table import table_text
-from trunkline.utils.atomic_dir import put
+from trunkline.utils.atomic_dir import replace_dir
 
 TABLE, JSON, CSV, PERPLEXITY_CSV, PERPLEXITY_PNG = (
     "table.txt", "results.json", "results.csv", "perplexity.csv", "perplexity.png",
@@ -92,7 +92,7 @@ def write_folder(evaluation: Evaluation, folder: Path, *, overwrite: bool = Fals
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         written = write_evaluation(evaluation, partial)
-        put(partial, folder)
+        replace_dir(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return WrittenEvaluation(folder, written.files, written.notes)

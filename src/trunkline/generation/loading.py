@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trunkline.data.tokenizers import Encoder, load_encoder
-from trunkline.utils.devices import device_named
+from trunkline.utils.devices import parse_device
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -28,7 +28,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}.")
-    place = device_named(device)
+    place = parse_device(device)
     path = Path(folder).expanduser()
     if not (path / "config.json").is_file():
         raise ValueError(

@@ -25,7 +25,7 @@ from trunkline.chunking import Chunk, split
 from trunkline.engine.batch import Batch
 from trunkline.hf.decoder import HuggingFaceDecoder, LayerArguments, PositionCache, cache_name, first
 from trunkline.hf.introspect import UnsupportedModelError
-from trunkline.offload.stores import resident
+from trunkline.offload.stores import resident_stores
 
 _PROBE_TOKENS = 8
 _ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
@@ -259,7 +259,7 @@ def _compare_layer(
         kernel="auto",
         keep_attention=False,
         keep_kv=False,
-        stores=resident(),
+        stores=resident_stores(),
         store_names=CoreStores("k", "v", "o", "lse"),
         row_masks=row_masks,
     )

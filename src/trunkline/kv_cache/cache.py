@@ -240,7 +240,7 @@ class StreamedCache(HFCacheInterface):
             each.close()
         self.append(stretch)
         if self.tiers.limited:
-            stretch.stores.only_kept(reading_bytes(stretch, self.widths))
+            stretch.stores.limit_transient(reading_bytes(stretch, self.widths))
         end.emptied(end.stop)
         end.times_frozen += 1
 
@@ -305,11 +305,11 @@ class StreamedCache(HFCacheInterface):
         if not self.tiers.limited:
             return Stores(self.tiers)
         nbytes = self.open_bytes(batch)
-        request = StoreRequest(("open",), ((nbytes,),), "open", 0, 0, kept=True)
+        request = StoreRequest(("open",), ((nbytes,),), "open", 0, 0, persistent=True)
         spare = room_to_move(self, batch, 0)
         with contextlib.suppress(ValueError):
-            placement = self.tiers.place([request], ADVICE, spare=spare)
-            if placement.on_device("open"):
+            placement = self.tiers.place([request], ADVICE, headroom=spare)
+            if placement.num_on_device("open"):
                 return Stores(self.tiers, placement)
         raise ValueError(no_room_to_decode(nbytes + spare))
 

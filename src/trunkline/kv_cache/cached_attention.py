@@ -24,7 +24,7 @@ from trunkline.attention.scoring import Scoring, with_sinks
 from trunkline.chunking import Chunk, zigzag
 from trunkline.engine.ranks import Ranks
 from trunkline.kv_cache.segment import KVSegment
-from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, in_step, look_ahead
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, prefetch_more, read_next
 
 _FEW = 64  # query rows up to which a kernel call is about reading keys: heads that share them go in it together
 
@@ -111,13 +111,13 @@ class KVFeed:
         return self
 
     def __next__(self) -> KVPair:
-        k, v = in_step(self._readers)
+        k, v = read_next(self._readers)
         return k, v
 
     def __enter__(self) -> KVFeed:
         """The first are sent for: what is on the device is met before them."""
         try:
-            look_ahead(self._readers)
+            prefetch_more(self._readers)
         except BaseException:
             self.__exit__()
             raise
@@ -126,7 +126,7 @@ class KVFeed:
     def __exit__(self, *error: object) -> None:
         """Nothing that was given is in use any longer, and nothing more is wanted."""
         for reader in self._readers:
-            reader.abandon()
+            reader.cancel()
 
 
 class CacheForward:

@@ -230,17 +230,17 @@ def _read_stretch(
     stays = stores.placement is None  # in one buffer for each layer, where no window lets go of some
     resident = [len(chunks) if stays and cache.attention_spans[i].window is None else 0 for i in layers]
     pairs = [KVStore(chunks, resident[i], stores, (f"k {i}", f"v {i}")) for i in layers]
-    with stores.closed_on_error():
+    with stores.close_on_error():
         for chunk, (written, at) in zip(chunks, pieces.source, strict=True):
             with _opened(folder / _file(number, written), str(device)) as file:
                 for layer in layers:
                     if chunk.index >= pieces.passed[layer]:
                         k, v = (file.get_slice(f"{kind}.{layer}")[:, :, at : at + len(chunk)] for kind in "kv")
                         pairs[layer].put(chunk, (k.contiguous(), v.contiguous()))
-        stores.settle_all()
+        stores.flush_all()
     places = pieces.places
     stretch = KVSegment(known["start"], known["stop"], known["batch"], chunks, places, pairs, resident, stores)
     stretch.passed = list(pieces.passed)
     if cache.tiers.limited:
-        stores.only_kept(reading_bytes(stretch, cache.widths))
+        stores.limit_transient(reading_bytes(stretch, cache.widths))
     return stretch

@@ -108,15 +108,15 @@ def extend(
             kernel=config.attn_kernel, ranks=ranks, part=cache.part if in_place else (0, 1), by_chunk=by_chunk,
             prefetch=_depth(cache) if in_place else None,
         )  # fmt: skip
-        with run.stores.closed_on_error(), extension.feed:
+        with run.stores.close_on_error(), extension.feed:
             sweep = _by_chunk if by_chunk else _by_layer
             x_BTE = sweep(run, extension, new.logits_to_keep)
-            run.stores.settle_all()
+            run.stores.flush_all()
             logits = decoder.head(x_BTE)
         if isinstance(writer, SegmentWriter):
             writer.end_layer()
             if tiers.limited:
-                writer.stretch.stores.only_kept(reading_bytes(writer.stretch, cache.widths))
+                writer.stretch.stores.limit_transient(reading_bytes(writer.stretch, cache.widths))
             cache.append(writer.stretch)
         else:
             writer.grown()
@@ -170,7 +170,7 @@ def _depth(cache: StreamedCache) -> int:
 
     The rest of a layer takes a token as long as several chunks take to arrive: with few, the lane would wait for it.
     """
-    tiers, room = cache.tiers, cache.tiers.room("device")
+    tiers, room = cache.tiers, cache.tiers.unreserved_bytes("device")
     if room is None or tiers.prefetch == 1 or not cache.links:
         return tiers.prefetch
     pair = max(pair_bytes(link.stretch, cache.widths) for link in cache.links)

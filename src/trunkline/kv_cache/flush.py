@@ -26,7 +26,7 @@ def frozen(cache: StreamedCache, end: DecodeBuffer, joined: list[KVSegment]) -> 
     rooms = cache.room, max(with_own_end, 0), room_to_move(cache, cache.batch_size, len(chunk)), 0
     stores = stores_of(cache.tiers, cache.batch_size, [chunk], cache.widths, [0] * len(layers), rooms)
     pairs = [KVStore([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
-    with stores.closed_on_error():
+    with stores.close_on_error():
         for layer in layers:
             with contextlib.ExitStack() as stack:
                 parts = [*(stack.enter_context(each.one(layer)) for each in joined), cache.own_part(layer)]
@@ -34,7 +34,7 @@ def frozen(cache: StreamedCache, end: DecodeBuffer, joined: list[KVSegment]) -> 
                 del parts
             assert k.shape[2] == len(chunk)
             pairs[layer].put(chunk, (k, v))
-        stores.settle_all()
+        stores.flush_all()
     return KVSegment(start, end.stop, cache.batch_size, [chunk], [(start, end.stop)], pairs, [0] * len(layers), stores)
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import Range
 from trunkline.chunking import Chunk, spans
-from trunkline.offload.chunked_sequence import ChunkedSequence, in_step
-from trunkline.offload.placement import Advice, StoreRequest
+from trunkline.offload.chunked_sequence import ChunkedSequence, read_next
+from trunkline.offload.placement import FitHints, StoreRequest
 from trunkline.offload.stores import Stores, Tiers
 
-ADVICE = Advice(less="a shorter input or a smaller batch")
+ADVICE = FitHints(less="a shorter input or a smaller batch")
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -71,11 +71,11 @@ class KVSegment:
         """Keys and values of a stretch that is one chunk."""
         readers = [sequence.read([0]) for sequence in self.pairs[layer].later]
         try:
-            k, v = in_step(readers)
+            k, v = read_next(readers)
             yield k, v
         finally:
             for reader in readers:
-                reader.abandon()
+                reader.cancel()
 
     def close(self) -> None:
         """Hold nothing any longer: the one cache that had it has it elsewhere."""
@@ -170,12 +170,12 @@ def stores_of(
     for layer, pair in enumerate(widths):
         counts = [0 if chunk.index < passed[layer] else len(chunk) * batch for chunk in chunks]
         sizes = tuple(tuple(count * width for count in counts) for width in pair)
-        requests.append(StoreRequest((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, kept=True))
+        requests.append(StoreRequest((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, persistent=True))
     *some, last = rooms
     for room in some:
         with contextlib.suppress(ValueError):
-            return Stores(tiers, tiers.place(requests, ADVICE, spare=room))
-    return Stores(tiers, tiers.place(requests, ADVICE, spare=last))
+            return Stores(tiers, tiers.place(requests, ADVICE, headroom=room))
+    return Stores(tiers, tiers.place(requests, ADVICE, headroom=last))
 
 
 def reading_bytes(stretch: KVSegment, widths: Sequence[Sequence[int]]) -> int:

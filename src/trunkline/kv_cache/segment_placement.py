@@ -114,7 +114,7 @@ def _placed(run: StepState, cache: StreamedCache, asked: _Asked) -> Placement:
     least = least_room(cache, len(run.batch.input_ids_BS), longest)
     for room in (room_after(run, cache, longest, hidden), least):
         with contextlib.suppress(ValueError):
-            placement = tiers.place(requests, advice, spare=room)
+            placement = tiers.place(requests, advice, headroom=room)
             cache.room = room
             return placement
     tiers.place(requests, advice)  # says what does not fit, if it is not the room
@@ -136,16 +136,20 @@ def _requests(run: StepState, cache: StreamedCache, asked: _Asked, hidden: int) 
     found = list[StoreRequest]()
     if len(asked.windowed) < len(asked.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
-        found.append(StoreRequest(("lk", "lv"), sizes, "live", 0, 0, kept=False, resident_only=("lk", "lv")))
+        found.append(StoreRequest(("lk", "lv"), sizes, "live", 0, 0, persistent=False, resident_only=("lk", "lv")))
     states = tuple(len(chunk) * batch * hidden for chunk in run.chunks)
-    found += [StoreRequest((f"pass {i}",), (states,), "pass", both, 0, kept=False) for i in range(2)]
+    found += [StoreRequest((f"pass {i}",), (states,), "pass", both, 0, persistent=False) for i in range(2)]
     for layer, widths in enumerate(cache.widths):
         counts = [len(chunk) * batch if chunk.index < asked.held[layer] else 0 for chunk in run.rows]
         kv = tuple(tuple(count * width for count in counts) for width in widths)
-        found.append(StoreRequest((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, kept=True))
+        found.append(StoreRequest((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, persistent=True))
     if cache.links:  # these are read, too, whether or not any of the new are under way
         own = max(prefetch - 1, 1) * max(map(len, run.rows)) * batch * max(map(sum, cache.widths))
         earlier = max(reading_bytes(link.stretch, cache.widths) for link in cache.links)
         sizes = ((earlier + own,),)
-        found.append(StoreRequest(("earlier",), sizes, "kv", 1, 0, kept=False, stays=False, resident_only=("earlier",)))
+        found.append(
+            StoreRequest(
+                ("earlier",), sizes, "kv", 1, 0, persistent=False, allow_resident=False, resident_only=("earlier",)
+            )
+        )
     return found

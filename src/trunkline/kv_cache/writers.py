@@ -151,7 +151,7 @@ class DecodeBuffer:
         if buffers is None:
             with torch.inference_mode(False):  # it is written to later on, whatever the mode then
                 k, v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in pair)
-            self._stores.hold("device", k.nbytes + v.nbytes, "open")
+            self._stores.acquire("device", k.nbytes + v.nbytes, "open")
             buffers = self._buffers[layer] = k, v
         for buffer, x in zip(buffers, pair, strict=True):
             buffer[:, :, self.filled : self.filled + len(chunk)] = x
@@ -216,7 +216,7 @@ class DecodeBuffer:
             if pair is not None:
                 with torch.inference_mode(False):
                     k, v = (x[rows] for x in pair)
-                stores.hold("device", k.nbytes + v.nbytes, "open")
+                stores.acquire("device", k.nbytes + v.nbytes, "open")
                 new._buffers[layer] = k, v
         return new
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from trunkline.config import StreamConfig
 from trunkline.offload.lanes.base import Lanes
 from trunkline.offload.lanes.cuda import CudaLanes
 from trunkline.offload.lanes.sim_clock import SimClock
@@ -85,35 +84,47 @@ class SimulatedBackend:
 
 
 def tiers_for(
-    device: torch.device, config: StreamConfig, *, virtual: bool = False, clock: SimClock | None = None
+    device: torch.device,
+    budgets: tuple[int | None, int | None, int | None],
+    offload_dir: str | Path | None,
+    prefetch: int,
+    *,
+    simulated: bool = False,
+    clock: SimClock | None = None,
 ) -> Tiers:
-    """The tiers of a model on a device.
+    """Build the tiers of a model.
 
     Args:
-        device: its own.
-        config: with the budgets.
-        virtual: nothing is to be allocated or moved.
-        clock: that virtual lanes keep time with; None for none.
+        device: of the model; in a simulation the device that is simulated, while tensors are on `meta`.
+        budgets: bytes of the device, host and disk tier. None is no limit on the device, no host tier, and for the disk
+            all that is free there.
+        offload_dir: folder of the scratch file; None for no disk tier.
+        prefetch: chunks of one store on the device at a time, in use or in flight.
+        simulated: allocate and move nothing.
+        clock: clock that simulated lanes advance; None makes every move take no time.
 
     Raises:
-        ValueError: budgets are set for a type of device that has no lanes.
+        ValueError: a budget is set that this type of device cannot use.
     """
-    device_budget, host_budget, disk_budget = config.budgets
-    folder = None if config.offload_dir is None else Path(config.offload_dir)
+    device_budget, host_budget, disk_budget = budgets
+    folder = None if offload_dir is None else Path(offload_dir)
     if folder is not None and disk_budget is None:
         # Processes that torchrun starts on one machine share its disk.
         disk_budget = shutil.disk_usage(folder).free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cpu":  # host memory is the device
+    if device.type == "cpu":  # host memory is the device: one budget for both
         if device_budget is not None or host_budget is not None:
             device_budget = (device_budget or 0) + (host_budget or 0)
         host_budget = None
     elif device_budget is None and host_budget is not None:
         raise ValueError(
-            f"host_budget has no effect on {device.type} without a device_budget, beyond which chunks leave the "
-            "device: set one."
+            f"host_budget has no effect on {device.type} without a device_budget, beyond which chunks are offloaded: "
+            "set one."
         )
     elif device.type != "cuda" and device_budget is not None:
         raise ValueError(f"device_budget is for CPU and CUDA devices, not for {device.type}: leave it out.")
-    backend: Backend = CudaBackend(device, folder) if device.type == "cuda" else CpuBackend(folder)
-    backend = SimulatedBackend(clock, linked=device.type == "cuda") if virtual else backend
-    return Tiers({"device": device_budget, "host": host_budget, "disk": disk_budget}, backend, config.prefetch)
+    backend: Backend
+    if simulated:
+        backend = SimulatedBackend(clock, linked=device.type == "cuda")
+    else:
+        backend = CudaBackend(device, folder) if device.type == "cuda" else CpuBackend(folder)
+    return Tiers({"device": device_budget, "host": host_budget, "disk": disk_budget}, backend, prefetch)

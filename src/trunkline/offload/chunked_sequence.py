@@ -65,11 +65,11 @@ class ChunkedSequence:
         num_places: of the store, that chunks take turns in: so many are here at a time; None for one of each chunk.
     """
 
-    def __init__(self, num_chunks: int, stores: Stores, name: str, num_places: int | None = None) -> None:
+    def __init__(self, num_chunks: int, stores: Stores, name: str, num_slots: int | None = None) -> None:
         self._chunks: list[Tensor | _Offloaded | None] = [None] * num_chunks
         self._stores = stores
         self._name = name
-        self._num_places = num_chunks if num_places is None else num_places
+        self._num_places = num_chunks if num_slots is None else num_slots
         self._blocks: list[StorageBlock | None] = []
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
@@ -80,7 +80,7 @@ class ChunkedSequence:
             self._blocks = self._stores.blocks(self._name, len(self._chunks))
         block = self._blocks[place]
         if block is None:
-            self._stores.hold("device", x_BCE.nbytes, self.kind)
+            self._stores.acquire("device", x_BCE.nbytes, self.kind)
             self._chunks[index] = x_BCE
             return
         x_BCE = dense(x_BCE)
@@ -153,11 +153,11 @@ class Reader:
             while self._coming or self._upcoming is not None:
                 yield self.next()
         finally:
-            self.done()
+            self.release()
 
     def next(self) -> Tensor:
         """The next chunk. Of those handed out earlier the last alone may be in use still."""
-        (x,) = in_step((self,))
+        (x,) = read_next((self,))
         return x
 
     def _begin(self) -> None:
@@ -193,14 +193,14 @@ class Reader:
         under_way = sum(move is not None for _, _, move in self._coming)
         return under_way < (self._prefetch or self._upcoming[0]._stores.prefetch) - 1 and self._issue()
 
-    def done(self) -> None:
+    def release(self) -> None:
         """No chunk handed out is in use any longer."""
         while self._out:
             self._let_go()
 
-    def abandon(self) -> None:
+    def cancel(self) -> None:
         """The same, and what is on its way is not wanted any more."""
-        self.done()
+        self.release()
         self._upcoming = None
         while self._coming:
             sequence, _, move = self._coming.popleft()
@@ -226,23 +226,23 @@ class Reader:
             self._coming.append((sequence, index, None))
             return True
         into = x.form.empty()
-        stores.hold("device", into.nbytes)
+        stores.acquire("device", into.nbytes)
         self._coming.append((sequence, index, stores.lanes.fetch(x.block, into, x.stash)))
         if self._take:
             sequence._chunks[index] = None
         return True
 
 
-def in_step(readers: Sequence[Reader]) -> list[Tensor]:
+def read_next(readers: Sequence[Reader]) -> list[Tensor]:
     """The next chunk of each reader, see `Reader.next`: fetched in turn, so that what is wanted first comes first."""
     for reader in readers:
         reader._begin()
     found = [reader._hand_out() for reader in readers]
-    look_ahead(readers)
+    prefetch_more(readers)
     return found
 
 
-def look_ahead(readers: Sequence[Reader]) -> None:
+def prefetch_more(readers: Sequence[Reader]) -> None:
     """Have as much fetched as there is room for on the device, in turn."""
     more = True
     while more:

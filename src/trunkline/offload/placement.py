@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trunkline.offload.allocator import RangeAllocator
-from trunkline.units import BEYOND, TierName, in_units
+from trunkline.units import OFFLOAD_TIERS, TierName, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class StoreRequest:
     group: str
     forward: int
     backward: int
-    kept: bool
-    stays: bool = True
+    persistent: bool
+    allow_resident: bool = True
     resident_only: tuple[str, ...] = ()
 
     @property
@@ -43,13 +43,13 @@ class StoreRequest:
         """Bytes of all chunks."""
         return sum(size for sizes in self.sizes for size in sizes)
 
-    def transit(self, phase: str) -> int:
+    def in_flight_bytes(self, phase: str) -> int:
         """Bytes of the buffers in which its chunks are under way."""
         return getattr(self, phase) * sum(max(sizes) for sizes in self.sizes)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class FitHints:
     """What the messages say of the settings that led to the requests.
 
     Attributes:
@@ -71,20 +71,20 @@ class Placement:
         places: for each store and chunk the tier, and the offset within the run's range of it (0 on the device); no
             tier where it is not used.
         sizes: for each store and chunk its bytes.
-        live: most bytes on the device while the run goes on, beside those kept, with what is under way.
+        transient: most bytes on the device while the run goes on, beside those kept, with what is under way.
         kept: bytes on the device between forward and backward.
-        beyond: bytes of the range that the run needs in each tier beyond the device.
+        offloaded: bytes of the range that the run needs in each tier beyond the device.
         largest: bytes of the largest chunk of all that may move.
     """
 
     places: Mapping[str, Sequence[tuple[TierName | None, int]]]
     sizes: Mapping[str, Sequence[int]]
-    live: int
-    kept: int
-    beyond: Mapping[TierName, int]
+    transient: int
+    persistent: int
+    offloaded: Mapping[TierName, int]
     largest: int
 
-    def on_device(self, name: str) -> int:
+    def num_on_device(self, name: str) -> int:
         """How many chunks of a store, from the first, rest on the device."""
         beyond = (i for i, (tier, _) in enumerate(self.places[name]) if tier != "device")
         return next(beyond, len(self.places[name]))
@@ -95,7 +95,7 @@ def place(
     room: Mapping[TierName, int | None],
     *,
     reserved: int = 0,
-    advice: Advice = Advice(),
+    advice: FitHints = FitHints(),
 ) -> Placement:
     """Place stores.
 
@@ -111,46 +111,49 @@ def place(
     device = room["device"]
     assert device is not None
     # As many of the first requests as fit altogether are never under way, and need no buffers.
-    most = next((i for i, request in enumerate(requests) if not request.stays), len(requests))
+    most = next((i for i, request in enumerate(requests) if not request.allow_resident), len(requests))
     for staying in reversed(range(most + 1)):
-        transit = _transit(requests[staying:])
-        live = transit + sum(request.nbytes for request in requests[:staying] if not request.kept)
-        kept = sum(request.nbytes for request in requests[:staying] if request.kept)
-        if max(live, reserved) + kept <= device:
+        transit = _in_flight_bytes(requests[staying:])
+        live = transit + sum(request.nbytes for request in requests[:staying] if not request.persistent)
+        persistent = sum(request.nbytes for request in requests[:staying] if request.persistent)
+        if max(live, reserved) + persistent <= device:
             return _greedy(requests, room, transit, reserved, advice)
     raise ValueError(
-        f"{advice.device} leaves {in_units(device)}, but the chunks under way take {in_units(transit)}: use "
+        f"{advice.device} leaves {format_bytes(device)}, but the chunks under way take {format_bytes(transit)}: use "
         f"{advice.smaller}, or raise {advice.device}."
     )
 
 
-def _transit(requests: Sequence[StoreRequest]) -> int:
+def _in_flight_bytes(requests: Sequence[StoreRequest]) -> int:
     most = {"forward": 0, "backward": 0}
     for phase in most:
         groups: dict[str, int] = {}
         for request in requests:
-            groups[request.group] = max(groups.get(request.group, 0), request.transit(phase))
+            groups[request.group] = max(groups.get(request.group, 0), request.in_flight_bytes(phase))
         most[phase] = sum(groups.values())
     return max(most.values())
 
 
 def _greedy(
-    requests: Sequence[StoreRequest], room: Mapping[TierName, int | None], transit: int, reserved: int, advice: Advice
+    requests: Sequence[StoreRequest], room: Mapping[TierName, int | None], transit: int, reserved: int, advice: FitHints
 ) -> Placement:
-    live, kept, missing, device = transit, 0, 0, room["device"]
+    live, persistent, missing, device = transit, 0, 0, room["device"]
     assert device is not None
-    beyond: dict[TierName, int] = dict.fromkeys(BEYOND, 0)
+    beyond: dict[TierName, int] = dict.fromkeys(OFFLOAD_TIERS, 0)
     places: dict[str, list[tuple[TierName | None, int]]] = {name: [] for request in requests for name in request.names}
     for request in requests:
-        stays = request.stays
+        allow_resident = request.allow_resident
         for sizes in zip(*request.sizes, strict=True):
-            more = live if request.kept else live + sum(sizes)
-            stays = stays and max(more, reserved) + kept + (sum(sizes) if request.kept else 0) <= device
-            live += sum(sizes) if stays and not request.kept else 0
-            kept += sum(sizes) if stays and request.kept else 0
+            more = live if request.persistent else live + sum(sizes)
+            allow_resident = (
+                allow_resident
+                and max(more, reserved) + persistent + (sum(sizes) if request.persistent else 0) <= device
+            )
+            live += sum(sizes) if allow_resident and not request.persistent else 0
+            persistent += sum(sizes) if allow_resident and request.persistent else 0
             for name, size in zip(request.names, sizes, strict=True):
-                if stays or size == 0 or name in request.resident_only:
-                    places[name].append(("device" if stays or size == 0 else None, 0))
+                if allow_resident or size == 0 or name in request.resident_only:
+                    places[name].append(("device" if allow_resident or size == 0 else None, 0))
                     continue
                 size = RangeAllocator.rounded(size)
                 tier = next((tier for tier in beyond if beyond[tier] + size <= (room[tier] or 0)), None)
@@ -164,15 +167,18 @@ def _greedy(
     moved = [request for request in requests if request.names != request.resident_only]
     largest = max((size for request in moved for sizes in request.sizes for size in sizes), default=0)
     all_sizes = {name: sizes for r in requests for name, sizes in zip(r.names, r.sizes, strict=True)}
-    return Placement(places, all_sizes, live, kept, {tier: total for tier, total in beyond.items() if total}, largest)
+    return Placement(
+        places, all_sizes, live, persistent, {tier: total for tier, total in beyond.items() if total}, largest
+    )
 
 
-def _does_not_fit(wanted: int, missing: int, room: Mapping[TierName, int | None], advice: Advice) -> str:
-    tiers = [tier for tier in BEYOND if room[tier] is not None]
-    leave = " and ".join(f"{tier}_budget leaves {in_units(room[tier] or 0)}" for tier in tiers)
+def _does_not_fit(wanted: int, missing: int, room: Mapping[TierName, int | None], advice: FitHints) -> str:
+    tiers = [tier for tier in OFFLOAD_TIERS if room[tier] is not None]
+    leave = " and ".join(f"{tier}_budget leaves {format_bytes(room[tier] or 0)}" for tier in tiers)
     budgets = " or ".join([advice.device, *(f"{tier}_budget" for tier in tiers)])
     folder = "" if "disk" in tiers else ", set offload_dir to a folder"
     return (
-        f"a step does not fit: {advice.device} has no room for {in_units(wanted)} of it, and "
-        f"{leave or 'there is no other tier'}: raise {budgets} by {in_units(missing)}{folder}, or use {advice.less}."
+        f"a step does not fit: {advice.device} has no room for {format_bytes(wanted)} of it, and "
+        f"{leave or 'there is no other tier'}: raise {budgets} by {format_bytes(missing)}{folder}, or "
+        f"use {advice.less}."
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trunkline.offload.allocator import RangeAllocator
-from trunkline.units import TierName, in_units
+from trunkline.units import TierName, format_bytes
 
 
 class TierError(RuntimeError):
@@ -101,8 +101,8 @@ def _register(memory: Tensor, device: torch.device) -> None:
         with contextlib.suppress(RuntimeError):  # the error stays set, and the next kernel launch would report it
             torch.zeros(1, device=device)
     raise TierError(
-        f"the driver could not pin {in_units(memory.nbytes)} of host memory (error {int(code)}): lower host_budget, or "
-        "raise the limit of locked memory (ulimit -l)."
+        f"the driver could not pin {format_bytes(memory.nbytes)} of host memory (error {int(code)}): lower "
+        "host_budget, or raise the limit of locked memory (ulimit -l)."
     )
 
 
@@ -158,7 +158,7 @@ class ScratchFile:
             room = os.fstatvfs(self._descriptor)
             free = room.f_bavail * room.f_frsize
             raise TierError(
-                f"the {self.name} needs {in_units(nbytes)} for this step, and {in_units(free)} are free "
+                f"the {self.name} needs {format_bytes(nbytes)} for this step, and {format_bytes(free)} are free "
                 f"({error.strerror}): free some space, set offload_dir to another folder, or a larger host_budget or "
                 "device_budget."
             ) from error
@@ -176,7 +176,7 @@ class ScratchFile:
                 done += os.pwrite(self._descriptor, view[done:], block.offset + done)
         except OSError as error:
             raise TierError(
-                f"writing {in_units(len(view))} to the {self.name} failed: {error.strerror}. {_MEND}"
+                f"writing {format_bytes(len(view))} to the {self.name} failed: {error.strerror}. {_MEND}"
             ) from error
         hasher = self._hasher()
         hasher.update(view)
@@ -196,7 +196,7 @@ class ScratchFile:
             except OSError as error:
                 raise TierError(f"reading from the {self.name} failed: {error.strerror}. {_MEND}") from error
             if count == 0:
-                raise TierError(f"the {self.name} ends {in_units(len(view) - done)} too early. {_MEND}")
+                raise TierError(f"the {self.name} ends {format_bytes(len(view) - done)} too early. {_MEND}")
             hasher.update(view[done : done + count])  # while it is in the processor's cache
             done += count
         if hasher.intdigest() != block.checksum:

@@ -12,15 +12,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trunkline.offload import stats
-from trunkline.offload.budgets import TierBudget
 from trunkline.offload.lanes.base import Lanes, Move
-from trunkline.offload.placement import Advice, Placement, StoreRequest, place
-from trunkline.offload.stats import Stats
+from trunkline.offload.placement import FitHints, Placement, StoreRequest, place
+from trunkline.offload.stats import Stats, TierBudget
 from trunkline.offload.storage import ScratchFile, Storage, StorageBlock
 from trunkline.units import TierName
 
-ON_ITS_WAY = "on its way"  # what is in no store at the moment
-Ledger = Callable[[TierName, str, int], None]  # tier, kind of store, bytes in (or out, where negative)
+IN_FLIGHT = "on its way"  # what is in no store at the moment
+TierObserver = Callable[[TierName, str, int], None]  # tier, kind of store, bytes in (or out, where negative)
 
 
 class Backend(Protocol):
@@ -36,12 +35,12 @@ class Backend(Protocol):
 
 
 @dataclass(slots=True)
-class _StateHoldings:
+class Reservation:
     """What a run holds, apart from the run itself: it can be given back when the run is gone."""
 
     held: Counter[TierName] = field(default_factory=Counter)
     promised: dict[TierName, int] = field(default_factory=dict)  # between forward and backward
-    live: int = 0  # on the device, while the run goes on
+    transient: int = 0  # on the device, while the run goes on
     starts: dict[TierName, int] = field(default_factory=dict)  # of its range in each storage
 
 
@@ -55,16 +54,16 @@ class Tiers:
     """
 
     def __init__(self, budgets: Mapping[TierName, int | None], backend: Backend | None, prefetch: int) -> None:
-        self.accounts = {tier: TierBudget(tier, budget) for tier, budget in budgets.items()}
+        self.budgets = {tier: TierBudget(tier, budget) for tier, budget in budgets.items()}
         self.prefetch = prefetch
         self.bytes_per_token: dict[Hashable, Any] = {}  # what runs of one kind were found to need, by whoever asks
         # Runs that were dropped without a backward. Their finalizers may run anywhere, in a lane's thread too, so they
         # only leave a note here.
-        self.forgotten: deque[_StateHoldings] = deque()
-        self._runs: list[_StateHoldings] = []
+        self.forgotten: deque[Reservation] = deque()
+        self._runs: list[Reservation] = []
         # Of rehearsals: who is told of all that is held, and what was decided beforehand of head groups and places.
-        self.ledger: Ledger | None = None
-        self.decided: tuple[int, Placement] | None = None
+        self.observer: TierObserver | None = None
+        self.fixed_placement: tuple[int, Placement] | None = None
         self._backend = backend
         self._lanes: Lanes | None = None
         self._storages: dict[TierName, Storage] = {}
@@ -72,7 +71,7 @@ class Tiers:
     @property
     def limited(self) -> bool:
         """Whether anything may have to leave the device."""
-        return self.accounts["device"].budget is not None
+        return self.budgets["device"].budget is not None
 
     @property
     def lanes(self) -> Lanes:
@@ -82,25 +81,27 @@ class Tiers:
             self._lanes = self._backend.lanes()
         return self._lanes
 
-    def place(self, requests: Sequence[StoreRequest], advice: Advice | None = None, *, spare: int = 0) -> Placement:
+    def place(
+        self, requests: Sequence[StoreRequest], advice: FitHints | None = None, *, headroom: int = 0
+    ) -> Placement:
         """Place the stores of a run, beside those of runs still outstanding.
 
         Args:
             requests: for the stores.
             advice: for the messages.
-            spare: bytes of the device that what is kept leaves to what comes afterwards.
+            headroom: bytes of the device to leave free for later steps.
 
         Raises:
             ValueError: they do not fit.
         """
-        room = {tier: self.room(tier) for tier in self.accounts}
+        room = {tier: self.unreserved_bytes(tier) for tier in self.budgets}
         for tier in room:
             if tier in self._storages:  # a run's range is one piece
                 room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest)
-        reserved = max((run.live for run in self._runs), default=0)
-        reserved = max(reserved, spare)
+        reserved = max((run.transient for run in self._runs), default=0)
+        reserved = max(reserved, headroom)
         try:
-            return place(requests, room, reserved=reserved, advice=advice or Advice())
+            return place(requests, room, reserved=reserved, advice=advice or FitHints())
         except ValueError as error:
             if not self._runs:
                 raise
@@ -109,14 +110,14 @@ class Tiers:
                 "keeps; losses that are kept and not used do so too: evaluate under torch.no_grad().)"
             ) from None
 
-    def room(self, tier: TierName) -> int | None:
+    def unreserved_bytes(self, tier: TierName) -> int | None:
         """Bytes of a tier that no run keeps, or holds now: what one that goes on may have; None is no limit."""
-        self.clear_forgotten()
-        budget = self.accounts[tier].budget
-        kept = sum(max(run.promised.get(tier, 0), run.held[tier]) for run in self._runs)
-        return None if budget is None else budget - kept
+        self.release_abandoned()
+        budget = self.budgets[tier].budget
+        persistent = sum(max(run.promised.get(tier, 0), run.held[tier]) for run in self._runs)
+        return None if budget is None else budget - persistent
 
-    def reserve(self, placement: Placement, record: _StateHoldings) -> None:
+    def reserve(self, placement: Placement, record: Reservation) -> None:
         """Take what a placement needs, for as long as the record is not given back.
 
         Raises:
@@ -124,7 +125,7 @@ class Tiers:
         """
         self._runs.append(record)
         try:
-            for tier, total in placement.beyond.items():
+            for tier, total in placement.offloaded.items():
                 storage = self.storage(tier)
                 record.starts[tier] = start = storage.ranges.allocate(total)
                 if isinstance(storage, ScratchFile):
@@ -133,42 +134,42 @@ class Tiers:
         except BaseException:
             self.give_back(record)
             raise
-        record.live = placement.live
-        record.promised = {"device": placement.kept, **placement.beyond}
+        record.transient = placement.transient
+        record.promised = {"device": placement.persistent, **placement.offloaded}
 
-    def give_back(self, record: _StateHoldings) -> None:
+    def give_back(self, record: Reservation) -> None:
         """Let go of what a run still holds: nothing after a whole backward, something after an error."""
         if self._lanes is not None:
             self._lanes.drain()
         for tier, nbytes in record.held.items():
-            self.accounts[tier].release(nbytes)
+            self.budgets[tier].release(nbytes)
         record.held.clear()
         for tier, start in record.starts.items():
             self._storages[tier].ranges.free(start)
         if any(run is record for run in self._runs):
             self._runs = [run for run in self._runs if run is not record]
 
-    def clear_forgotten(self) -> None:
+    def release_abandoned(self) -> None:
         """Let go of what runs hold that nobody can reach any more."""
         while self.forgotten:
             self.give_back(self.forgotten.popleft())
 
     def stats(self) -> Stats:
         """What was held and moved since this was last asked."""
-        self.clear_forgotten()
-        return stats.take(self.accounts, self._lanes)
+        self.release_abandoned()
+        return stats.take(self.budgets, self._lanes)
 
     def storage(self, tier: TierName) -> Storage:
         """The storage of a tier beyond the device, made when first needed."""
         if tier not in self._storages:
-            budget = self.accounts[tier].budget
+            budget = self.budgets[tier].budget
             assert budget is not None
             assert self._backend is not None
             self._storages[tier] = self._backend.storage(tier, budget)
         return self._storages[tier]
 
 
-def resident() -> Stores:
+def resident_stores() -> Stores:
     """Stores that leave everything on the device."""
     return Stores(Tiers({"device": None}, None, prefetch=1))
 
@@ -188,7 +189,7 @@ class Stores:
         self.tiers = tiers
         self.placement = placement
         self.prefetch = tiers.prefetch
-        self._record = _StateHoldings()
+        self._record = Reservation()
         self._stashing: defaultdict[str, deque[Move]] = defaultdict(deque)
         if placement is not None:
             tiers.reserve(placement, self._record)
@@ -200,12 +201,12 @@ class Stores:
         if self._finalizer.detach() is not None:
             self.tiers.give_back(self._record)
 
-    def only_kept(self, live: int) -> None:
+    def limit_transient(self, nbytes: int) -> None:
         """The run is over, and what it has kept stays: from now on it takes so many bytes of the device beside that."""
-        self._record.live = min(self._record.live, live)
+        self._record.transient = min(self._record.transient, nbytes)
 
     @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
+    def close_on_error(self) -> Iterator[None]:
         """Give everything back if what runs inside fails."""
         try:
             yield
@@ -238,7 +239,7 @@ class Stores:
         """How many chunks, from the first, rest on the device in all of these stores."""
         if self.placement is None:
             return num_chunks
-        return min(self.placement.on_device(name) for name in names if name in self.placement.places)
+        return min(self.placement.num_on_device(name) for name in names if name in self.placement.places)
 
     def stash(self, kind: str, x: Tensor, block: StorageBlock) -> Move:
         """Send a dense tensor to its block; so many of a kind are on their way at most as `prefetch` says."""
@@ -248,8 +249,8 @@ class Stores:
                 "shape or dtype than one token showed. Leave device_budget out."
             )
         self.settle(kind, max(self.prefetch - 2, 0))
-        self.hold("device", x.nbytes)
-        self.hold(block.tier, x.nbytes, kind)
+        self.acquire("device", x.nbytes)
+        self.acquire(block.tier, x.nbytes, kind)
         move = self.lanes.stash(x, block)
         self._stashing[kind].append(move)
         if self.prefetch == 1:
@@ -264,12 +265,12 @@ class Stores:
             self.lanes.finish(move)
             self.release("device", move.nbytes)
 
-    def settle_all(self) -> None:
+    def flush_all(self) -> None:
         """Let go of all tensors that have been copied out."""
         for kind in self._stashing:
             self.settle(kind)
 
-    def hold(self, tier: TierName, nbytes: int, kind: str = ON_ITS_WAY) -> None:
+    def acquire(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
         """Count bytes in.
 
         Args:
@@ -279,14 +280,14 @@ class Stores:
         """
         if self._finalizer.alive:
             self._record.held[tier] += nbytes
-            self.tiers.accounts[tier].hold(nbytes)
-            if self.tiers.ledger is not None:
-                self.tiers.ledger(tier, kind, nbytes)
+            self.tiers.budgets[tier].acquire(nbytes)
+            if self.tiers.observer is not None:
+                self.tiers.observer(tier, kind, nbytes)
 
-    def release(self, tier: TierName, nbytes: int, kind: str = ON_ITS_WAY) -> None:
-        """Count bytes out; see `hold`."""
+    def release(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
+        """Count bytes out; see `acquire`."""
         if self._finalizer.alive:
             self._record.held[tier] -= nbytes
-            self.tiers.accounts[tier].release(nbytes)
-            if self.tiers.ledger is not None:
-                self.tiers.ledger(tier, kind, -nbytes)
+            self.tiers.budgets[tier].release(nbytes)
+            if self.tiers.observer is not None:
+                self.tiers.observer(tier, kind, -nbytes)

@@ -43,7 +43,7 @@ from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, link
 from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
 from trunkline.plan.speeds import speeds_of
 from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
-from trunkline.units import TIERS, TierName, in_units
+from trunkline.units import TIERS, TierName, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class Estimate:
 
     def __str__(self) -> str:
         """In units for people."""
-        held = ", ".join(f"{tier} {in_units(nbytes)}" for tier, nbytes in self.peaks.items() if nbytes)
-        moved = ", ".join(f"{lane} {in_units(nbytes)}" for lane, nbytes in self.moved.items() if nbytes)
+        held = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in self.peaks.items() if nbytes)
+        moved = ", ".join(f"{lane} {format_bytes(nbytes)}" for lane, nbytes in self.moved.items() if nbytes)
         text = f"holds {held}; moves {moved or 'nothing'}"
         if self.step is None:
             return text
@@ -264,14 +264,14 @@ class Estimator:
             seed, batch = draw_seed(), self._batch()
             full = self.placed(batch, seed)
             placement = full.stores.placement
-            self._reserved = {} if placement is None else dict(placement.beyond)
+            self._reserved = {} if placement is None else dict(placement.offloaded)
             units = representative_layers.layer_units(full.layout)
             kinds = representative_layers.unit_kinds(units, self._decoder.layers, reaches, full.layout, placement)
             stands = representative_layers.representatives(kinds) if extrapolate else {i: i for i in range(len(units))}
             chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
             self._tiers = self._new_tiers()
             if placement is not None:
-                self._tiers.decided = (
+                self._tiers.fixed_placement = (
                     full.head_groups,
                     representative_layers.placement_of_layers(placement, full.layout, chosen),
                 )
@@ -309,7 +309,7 @@ class Estimator:
         """The step with some of the layers."""
         own = [local(p) for p in self._meta_model.parameters()]
         self._memory.know([*own, *self._meta_model.buffers(), batch.input_ids_BS])
-        self._tiers.ledger = self._note
+        self._tiers.observer = self._note
         recorder = self._recorder = SegmentRecorder(
             self._clock, self._engine_bytes, self._tallies, self._numbers, timeline=self._timeline
         )
@@ -342,7 +342,8 @@ class Estimator:
 
     def _new_tiers(self) -> Tiers:
         clock = None if self._hardware is None else self._clock
-        return tiers_for(self._device, self._config, virtual=True, clock=clock)
+        config = self._config
+        return tiers_for(self._device, config.budgets, config.offload_dir, config.prefetch, simulated=True, clock=clock)
 
     def _progress(self, progress: Progress) -> None:
         if self._recorder is not None and progress.part == "backward" and progress.layer < 0:
@@ -357,7 +358,7 @@ class Estimator:
 
     def _engine_bytes(self) -> dict[str, tuple[int, int]]:
         found: dict[str, tuple[int, int]] = {}
-        for tier, account in self._tiers.accounts.items():
+        for tier, account in self._tiers.budgets.items():
             found[tier] = account.held, account.peak
             account.peak = account.held
         return found

@@ -31,7 +31,7 @@ from trunkline.plan.search_space import (
 )
 from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.report.timeline import Timeline
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 Told = Callable[[str], None]
 _EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
@@ -282,17 +282,17 @@ class Planner:
         if budgets.device <= 0:
             per = "each device" if cluster.devices > 1 else "the device"
             return (
-                f"{per} has {in_units(cluster.usable_device_bytes)} that can be used, and needs "
-                f"{in_units(budgets.beyond)} before anything is kept ({in_units(budgets.static)} "
+                f"{per} has {format_bytes(cluster.usable_device_bytes)} that can be used, and needs "
+                f"{format_bytes(budgets.beyond)} before anything is kept ({format_bytes(budgets.static)} "
                 f"for parameters and optimizer, the rest for a "
-                f"chunk's own computation and gradients), {in_units(-budgets.device)} too much with "
+                f"chunk's own computation and gradients), {format_bytes(-budgets.device)} too much with "
                 f"{candidate}: more devices, a device with more memory, ranks.offload, or a smaller "
                 "chunk_size would mend it."
             )
         if cluster.usable_host_bytes and budgets.host <= 0:
             return (
-                f"host memory has {in_units(cluster.usable_host_bytes)} for each device, and parameters and optimizer "
-                "take all of it (offload): a node with more memory would mend it."
+                f"host memory has {format_bytes(cluster.usable_host_bytes)} for each device, and parameters and "
+                "optimizer take all of it (offload): a node with more memory would mend it."
             )
         try:
             self._rehearsing(job, candidate).placed()

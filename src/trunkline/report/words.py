@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from html import escape
 
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 __all__ = ["bytes_text", "count_text", "escape", "percent_text", "seconds_text", "short_number"]
 
 
 def bytes_text(nbytes: float) -> str:
     """Return bytes in 1024-based units."""
-    return in_units(round(nbytes))
+    return format_bytes(round(nbytes))
 
 
 def seconds_text(seconds: float) -> str:

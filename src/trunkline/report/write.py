@@ -11,7 +11,7 @@ from trunkline.report.folder import read_run
 from trunkline.report.page import MARK, make_page
 from trunkline.report.png import NAMES, can_draw, write_pngs
 from trunkline.report.trace import make_trace
-from trunkline.utils.atomic_dir import put
+from trunkline.utils.atomic_dir import replace_dir
 
 PAGE, TRACE, FOLDER = "index.html", "trace.json", "report"
 
@@ -60,7 +60,7 @@ def write_report(run: Path, output: Path | None = None) -> Written:
         else:
             notes.append("No PNGs: matplotlib is not installed (pip install 'trunkline[report]').")
         files = sorted(path.name for path in partial.iterdir())
-        put(partial, folder)
+        replace_dir(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Written(folder, files, notes)

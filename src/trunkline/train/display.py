@@ -16,7 +16,7 @@ from trunkline.evaluate.table import length_text
 from trunkline.train.estimate import StepEstimate, SweepPosition
 from trunkline.train.evaluating import EvaluationRecord, evaluation_text
 from trunkline.train.metrics import StepMetrics
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -264,7 +264,7 @@ class LiveDisplay:
             line = sparkline(losses, width)
             table.add_row("loss", f"{line:{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
             speed = f"{last.tokens_per_second:,.0f} tokens/s   {flops_text(last.flops_per_second)}"
-            table.add_row("speed", f"{speed}   {in_units(last.peak_memory_bytes)} peak")
+            table.add_row("speed", f"{speed}   {format_bytes(last.peak_memory_bytes)} peak")
             if last.bytes_moved:
                 table.add_row("stores", stores_text(last))
             table.add_row("state", f"lr {last.lr:.2e}   grad norm {last.grad_norm:.3f}")
@@ -320,7 +320,7 @@ def evaluation_line(record: EvaluationRecord, steps: int) -> str:
 
 def stores_text(metrics: StepMetrics) -> str:
     """Return what rests where, how fast it moves, and how much of the step compute waited for it."""
-    held = "   ".join(f"{tier} {in_units(peak)}" for tier, peak in metrics.tiers.items() if peak)
+    held = "   ".join(f"{tier} {format_bytes(peak)}" for tier, peak in metrics.tiers.items() if peak)
     speeds = "   ".join(f"{name} {lane['gb_per_second']:.1f} GB/s" for name, lane in metrics.lanes.items())
     return f"{held}   {speeds}   {metrics.exposed_share:.1%} exposed"
 

@@ -18,7 +18,7 @@ from trunkline.data.tokenizers import BYTES, Encoder
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
-from trunkline.utils.devices import device_named
+from trunkline.utils.devices import parse_device
 
 
 def resolve_device(name: str) -> torch.device:
@@ -28,7 +28,7 @@ def resolve_device(name: str) -> torch.device:
         RecipeError: there is no such device.
     """
     try:
-        return device_named(name)
+        return parse_device(name)
     except ValueError as error:
         raise RecipeError(str(error)) from None
 

@@ -21,7 +21,7 @@ from trunkline.report.timeline import Timeline
 from trunkline.train.metrics import MetricsFile, Record, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
-from trunkline.utils.atomic_dir import put
+from trunkline.utils.atomic_dir import replace_dir
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
 PLAN = "plan.json"
@@ -102,7 +102,7 @@ class OutputFolder:
         )
         # Looked at again: hours may have passed since the start.
         check_output(self.path, overwrite=self.recipe.overwrite)
-        put(self.partial, self.path)
+        replace_dir(self.partial, self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

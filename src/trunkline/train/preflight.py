@@ -24,7 +24,7 @@ from trunkline.train.job import Job
 from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
-from trunkline.units import in_units, parse_bytes
+from trunkline.units import format_bytes, parse_bytes
 
 _USABLE = 0.96  # of what is free: an allocator cannot use every block
 _SMALLEST = 256  # tokens of a chunk that nobody asked for
@@ -197,8 +197,8 @@ def _check_loading(recipe: Recipe, meta_model: MetaModel, job: Job, free: dict[s
         masters = "optimizer.fp32_master false (half of it), " if recipe.optimizer.fp32_master else ""
         raise RecipeError(
             "this run cannot load its model: each process builds it whole in host memory before ranks.zero cuts it, "
-            f"which takes {in_units(wanted)}, and {in_units(room)} can be had. Use {masters}fewer processes on this "
-            "machine, or one with more memory (preflight: false in the recipe goes on all the same)."
+            f"which takes {format_bytes(wanted)}, and {format_bytes(room)} can be had. Use {masters}fewer processes on "
+            "this machine, or one with more memory (preflight: false in the recipe goes on all the same)."
         )
 
 
@@ -218,7 +218,7 @@ def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int
         wanted, room = parts.total(), free.get(tier, 0) * _USABLE
         if wanted <= room:
             continue
-        held = ", ".join(f"{part} {in_units(nbytes)}" for part, nbytes in parts.most_common(4))
+        held = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.most_common(4))
         smaller = f"chunk_size below {chunk:,}, " if chunk > _SMALLEST else ""
         budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
         mends = {
@@ -227,7 +227,7 @@ def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int
             "disk": "another disk, checkpoint_every 4, keep [], or a shorter context",
         }
         raise RecipeError(
-            f"this run does not fit: at its peak a process would hold {in_units(wanted)} in its {tier} tier "
-            f"({held}), and {in_units(int(room))} can be had. Use {mends[tier]}; `trunkline plan` finds settings that "
-            "fit (preflight: false in the recipe goes on all the same)."
+            f"this run does not fit: at its peak a process would hold {format_bytes(wanted)} in its {tier} tier "
+            f"({held}), and {format_bytes(int(room))} can be had. Use {mends[tier]}; `trunkline plan` finds settings "
+            "that fit (preflight: false in the recipe goes on all the same)."
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trunkline.api import tiers_of
 from trunkline.distributed.grad_norm import local
 from trunkline.engine.memory_layout import WORDS
-from trunkline.offload.lanes.base import MoveRecord
+from trunkline.offload.lanes.base import TransferLog
 from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import (
     PHASES,
@@ -37,7 +37,7 @@ from trunkline.train.estimate import SweepPosition
 from trunkline.train.gauges import gauge_for, total_bytes
 from trunkline.train.metrics import StepMetrics
 from trunkline.train.optimizer import Optimizer
-from trunkline.units import BEYOND, TIERS, TierName
+from trunkline.units import OFFLOAD_TIERS, TIERS, TierName
 
 MOST_POINTS = 20_000  # of one tier's memory
 _LEAST_WAIT = 1e-5  # seconds: less is what waiting for something that is over takes
@@ -67,13 +67,13 @@ class StepRecorder:
         self._title, self._devices = title, devices
         self._gauge = gauge_for(device, clock)
         self._tallies = {tier: MemoryTally() for tier in TIERS}
-        self._beyond: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in BEYOND}
+        self._beyond: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in OFFLOAD_TIERS}
         self._labels: list[tuple[Mark, str]] = []
         self._states: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}
         self._holders: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}
         self._peaks: dict[TierName, int] = dict.fromkeys(TIERS, 0)
         self._optimizer: Optimizer | None = None
-        self._record: MoveRecord | None = None
+        self._record: TransferLog | None = None
 
     @property
     def device_peak(self) -> int:
@@ -91,9 +91,9 @@ class StepRecorder:
         tiers, begin = tiers_of(self._model), self._clock.begin
         self._record = _record_from(begin)
         self._count_states()
-        tiers.ledger = self._note
+        tiers.observer = self._note
         if tiers.limited:
-            tiers.lanes.record = self._record
+            tiers.lanes.log = self._record
         self._gauge.start()
         self._look(begin)
         self.is_active = True
@@ -102,9 +102,9 @@ class StepRecorder:
         finally:
             self.is_active = False
             self._gauge.stop()
-            tiers.ledger = None
+            tiers.observer = None
             if tiers.limited:
-                tiers.lanes.record = None
+                tiers.lanes.log = None
 
     def progress(self, position: SweepPosition) -> None:
         """A chunk's work begins."""
@@ -228,17 +228,17 @@ class StepRecorder:
         return held
 
     def _capacity(self) -> dict[str, int | None]:
-        accounts = tiers_of(self._model).accounts
-        beyond = {str(tier): accounts[tier].budget for tier in BEYOND}
+        accounts = tiers_of(self._model).budgets
+        beyond = {str(tier): accounts[tier].budget for tier in OFFLOAD_TIERS}
         return {"device": total_bytes(self._device), **beyond}
 
 
-def _record_from(begin: Mark) -> MoveRecord:
+def _record_from(begin: Mark) -> TransferLog:
     """A record of lanes that counts from the beginning of a step."""
     if isinstance(begin, float):
-        return MoveRecord(begin)
+        return TransferLog(begin)
     # The device rests between two steps, so that its moment is now.
-    return MoveRecord(time.perf_counter(), begin)
+    return TransferLog(time.perf_counter(), begin)
 
 
 def _without(segments: list[Segment], waits: list[Segment]) -> list[Segment]:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 
-def put(partial: Path, folder: Path) -> None:
+def replace_dir(partial: Path, folder: Path) -> None:
     """Put a folder in its place; what was there stays until the new one is, and comes back if that fails.
 
     Args:

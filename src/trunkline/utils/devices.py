@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def device_named(name: str) -> torch.device:
+def parse_device(name: str) -> torch.device:
     """The device of a name: `auto` for CUDA where there is one, `cpu`, `cuda` or `cuda:N`.
 
     Raises:

@@ -44,7 +44,7 @@ class LaneTraffic:
 
 
 @dataclass(slots=True)
-class MoveRecord:
+class TransferLog:
     """When lanes moved what, and when compute waited for them; kept by lanes that are asked to.
 
     Attributes:
@@ -91,10 +91,10 @@ class Lanes(Protocol):
     """A backend.
 
     Attributes:
-        record: what each lane does when is written there; None for nowhere.
+        log: what each lane does when is written there; None for nowhere.
     """
 
-    record: MoveRecord | None
+    log: TransferLog | None
 
     @property
     def traffic(self) -> dict[LaneName, LaneTraffic]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
 
-from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, MoveRecord, flat_bytes, succeed
+from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, TransferLog, flat_bytes, succeed
 from trunkline.offload.storage import HostSlab, StorageBlock
 
 _PIECES = 8  # of staging memory for each lane: what one chunk stashes, and what is fetched for one
@@ -73,7 +73,7 @@ class CudaLanes:
         self._traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
         # What is measured (`busy` or `exposed`), and the tier that it is drawn with.
         self._marks: deque[tuple[LaneName, str, str, Event, Event]] = deque()
-        self.record: MoveRecord | None = None
+        self.log: TransferLog | None = None
 
     @property
     def traffic(self) -> dict[LaneName, LaneTraffic]:
@@ -100,8 +100,8 @@ class CudaLanes:
         offset = staging.take()
         end = time.perf_counter()
         self._traffic["stash"].exposed += end - start
-        if self.record is not None:
-            self.record.wait("stash", start, end)
+        if self.log is not None:
+            self.log.wait("stash", start, end)
         copied = self._copy("stash", flat_bytes(x), staging.piece(offset, nbytes), "disk")
 
         def write() -> None:
@@ -173,8 +173,8 @@ class CudaLanes:
         """A lane's thread has read or written a file since then."""
         end = time.perf_counter()
         self._traffic[lane].busy += end - start
-        if self.record is not None:
-            self.record.move(lane, start, end, "disk")
+        if self.log is not None:
+            self.log.move(lane, start, end, "disk")
 
     def _copy(self, lane: LaneName, source: Tensor, target: Tensor, tier: str) -> Event:
         begin, end = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -192,9 +192,9 @@ class CudaLanes:
             lane, what, tier, begin, end = self._marks.popleft()
             traffic, seconds = self._traffic[lane], begin.elapsed_time(end) / 1e3
             setattr(traffic, what, getattr(traffic, what) + seconds)
-            if self.record is not None:
-                at = self.record.event.elapsed_time(begin) / 1e3
+            if self.log is not None:
+                at = self.log.event.elapsed_time(begin) / 1e3
                 if what == "busy":
-                    self.record.moves[lane].append((at, at + seconds, tier))
+                    self.log.moves[lane].append((at, at + seconds, tier))
                 else:
-                    self.record.waits.append((at, at + seconds, lane))
+                    self.log.waits.append((at, at + seconds, lane))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, MoveRecord
+from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, TransferLog
 from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.offload.storage import StorageBlock
 
@@ -37,7 +37,7 @@ class SimulatedLanes:
 
     def __init__(self, clock: SimClock | None = None, *, linked: bool = True) -> None:
         self._traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
-        self.record: MoveRecord | None = None  # never written: the clock draws
+        self.log: TransferLog | None = None  # never written: the clock draws
         self._clock = clock
         self._linked = linked
 

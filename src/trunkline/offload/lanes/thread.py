@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, MoveRecord, flat_bytes, succeed
+from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, TransferLog, flat_bytes, succeed
 from trunkline.offload.storage import StorageBlock
 
 
@@ -16,7 +16,7 @@ class ThreadLanes:
 
     def __init__(self) -> None:
         self.traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
-        self.record: MoveRecord | None = None
+        self.log: TransferLog | None = None
         self._workers = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"trunkline-{lane}") for lane in LANES}
 
     def prepare(self, nbytes: int) -> None:
@@ -40,8 +40,8 @@ class ThreadLanes:
         traffic.moved += x.nbytes
         end = time.perf_counter()
         traffic.busy += end - start
-        if self.record is not None:
-            self.record.move(lane, start, end, block.tier)
+        if self.log is not None:
+            self.log.move(lane, start, end, block.tier)
 
     def finish(self, move: Move) -> None:
         """See `Lanes.finish`."""
@@ -49,8 +49,8 @@ class ThreadLanes:
         succeed(move.handle)
         end = time.perf_counter()
         self.traffic[move.lane].exposed += end - start
-        if self.record is not None:
-            self.record.wait(move.lane, start, end)
+        if self.log is not None:
+            self.log.wait(move.lane, start, end)
         move.tensor = move.handle = None  # a sequence keeps the move of every chunk
 
     def drain(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from trunkline.attention import kernels
 from trunkline.plan.checks.finding import Finding
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 # Instructions for half types, as Linux calls them on x86 ("flags") and on Arm ("Features").
 _HALF = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "bf16", "sme", "fphp")
@@ -46,7 +46,7 @@ def gpu(device: torch.device) -> Finding:
         )
         return Finding(name, "fail", f"{text}: {reason}", mend)
     assert total == 8
-    text = f"{text}, {in_units(free)} of {in_units(memory)} free"
+    text = f"{text}, {format_bytes(free)} of {format_bytes(memory)} free"
     if torch.version.hip is None and (properties.major, properties.minor) < (8, 0):
         mend = "Train in float32 or float16 with short chunks, or use a device of compute capability 8.0 or newer."
         return Finding(name, "warn", f"{text}: too old for flash attention and bfloat16", mend)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trunkline.plan.checks.finding import Finding
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 _FILE = 256 * 2**20  # bytes; more is not written than half a second of a fast disk
 _PIECE = 16 * 2**20  # bytes; a chunk of 4,096 tokens of a small model
@@ -101,7 +101,7 @@ def disk_room(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> F
     room = os.statvfs(folder)
     free = room.f_bavail * room.f_frsize
     kind = filesystem_of(folder, mountinfo)
-    text = f"{in_units(free)} free in {folder} ({kind})"
+    text = f"{format_bytes(free)} free in {folder} ({kind})"
     if kind in _MEMORY:
         mend = "What is put there takes host memory: give a folder on a disk, to --disk here and as disk in training."
         return Finding("disk", "warn", f"{text}, which is memory, not a disk", mend)
@@ -124,7 +124,7 @@ def disk_speed(folder: Path) -> Finding:
     free = room.f_bavail * room.f_frsize
     if free < 2 * _PIECE:
         mend = "Free some space, or give another folder to --disk."
-        return Finding("disk speed", "warn", f"not measured, with {in_units(free)} free", mend)
+        return Finding("disk speed", "warn", f"not measured, with {format_bytes(free)} free", mend)
     return judge_disk(measure_disk(folder, min(_FILE, free // 2)))
 
 
@@ -134,7 +134,8 @@ def judge_disk(speed: DiskSpeed) -> Finding:
     Args:
         speed: as it was measured.
     """
-    text = f"writes {speed.write / 1e9:.2f} GB/s, reads {speed.read / 1e9:.2f} GB/s ({in_units(speed.nbytes)} measured)"
+    text = f"writes {speed.write / 1e9:.2f} GB/s, reads {speed.read / 1e9:.2f} GB/s"
+    text += f" ({format_bytes(speed.nbytes)} measured)"
     if min(speed.write, speed.read) >= _SLOW:
         return Finding("disk speed", "ok", text)
     return Finding(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trunkline.plan.checks.cgroup import MemoryLimit
 from trunkline.plan.checks.finding import Finding
-from trunkline.units import in_units
+from trunkline.units import format_bytes
 
 _LITTLE = 4 * 2**30  # bytes; a model of 100M parameters with AdamW takes 1.6 GB, PyTorch itself half of one
 _SHARED = 2**30  # bytes; Docker gives 64 MiB, of which NCCL takes about 10 for each pair of ranks
@@ -24,12 +24,12 @@ def host_memory(meminfo: Path = Path("/proc/meminfo"), limit: MemoryLimit | None
     """
     sizes = _sizes(meminfo)
     total, available = sizes["MemTotal"], sizes["MemAvailable"]
-    text = f"{in_units(available)} of {in_units(total)} available"
+    text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit.limit < total:
         available = min(available, limit.limit - limit.used)
         text = (
-            f"{in_units(max(0, available))} available, of {in_units(limit.limit)} that the container may hold "
-            f"({in_units(total)} in the machine)"
+            f"{format_bytes(max(0, available))} available, of {format_bytes(limit.limit)} that the container may hold "
+            f"({format_bytes(total)} in the machine)"
         )
     if available >= _LITTLE:
         return Finding("host memory", "ok", text)
@@ -53,7 +53,7 @@ def swap(meminfo: Path = Path("/proc/meminfo")) -> Finding:
     used = total - sizes.get("SwapFree", 0)
     if not total:
         return Finding("swap", "ok", "none")
-    text = f"{in_units(used)} of {in_units(total)} used"
+    text = f"{format_bytes(used)} of {format_bytes(total)} used"
     if used <= total / 10:
         return Finding("swap", "ok", text)
     return Finding(
@@ -75,7 +75,7 @@ def lock_limit(cuda: bool, limit: int | None = None) -> Finding:
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "no limit")
-    text = f"at most {in_units(soft)}"
+    text = f"at most {format_bytes(soft)}"
     if not cuda:
         return Finding("locked memory", "ok", f"{text}; on a CPU nothing is locked")
     return Finding(
@@ -98,7 +98,7 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> Finding:
         return Finding("shared memory", "warn", f"{folder} does not exist", mend)
     room = os.statvfs(folder)
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    text = f"{in_units(free)} of {in_units(total)} free in {folder}"
+    text = f"{format_bytes(free)} of {format_bytes(total)} free in {folder}"
     if free >= _SHARED:
         return Finding("shared memory", "ok", text)
     mend = f"NCCL and the workers of data loaders die without it: {mend}"
