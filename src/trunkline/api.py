@@ -187,7 +187,7 @@ def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
 def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
     """Run a wrapper around the model once, on two tokens, to see that it does call the streamed forward."""
     device = streamed.decoder.device
-    with torch.no_grad(), probe.random_state_kept(device), probe.evaluation(model):
+    with torch.no_grad(), probe.random_state_restored(device), probe.in_eval_mode(model):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
     if streamed.calls == 0:
         raise ValueError(

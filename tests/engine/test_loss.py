@@ -12,11 +12,11 @@ from oracle import plain, relative_error, streamed, tokens
 from torch import Tensor, nn
 
 import trunkline
+from trunkline.api import tiers_of
 from trunkline.chunking import split
 from trunkline.engine import loss
 from trunkline.engine.grads import GradientSums
-from trunkline.offload.chunked_sequence import ChunkedSequence
-from trunkline.offload.stores import resident_stores
+from trunkline.hf.decoder import HuggingFaceDecoder
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -50,38 +50,36 @@ def test_ignored_positions_with_impossible_first_token() -> None:
 
 @pytest.mark.parametrize("tile_tokens", [1, 3, 8, 100])
 def test_tiles_cover_the_chunks(tile_tokens: int) -> None:
-    tiles = loss.cut(split(37, 8), tile_tokens)
+    tiles = loss.cut_tiles(split(37, 8), tile_tokens)
     assert [token for tile in tiles for token in range(tile.start, tile.stop)] == list(range(37))
     assert all(tile.stop - tile.start <= tile_tokens for tile in tiles)
     assert all(0 <= tile.within.start < tile.within.stop <= len(tile.chunk) for tile in tiles)
 
 
-def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed() -> None:
-    seen: list[int] = []
-    layer = nn.Linear(4, 11)
+def test_logits_never_exceed_the_tile_and_tiles_without_targets_are_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    head = HuggingFaceDecoder.head
 
-    def logits_of(x: Tensor) -> Tensor:
-        seen.append(x.shape[1])
-        return layer(x)
+    def counted(decoder: HuggingFaceDecoder, x_BTE: Tensor) -> Tensor:
+        computed.append(x_BTE.shape[1])
+        return head(decoder, x_BTE)
 
-    stores = resident_stores()
-    hidden, grads = (ChunkedSequence(3, stores, name) for name in ("hidden", "grads"))
-    targets = torch.full((1, 20), -100)
-    for chunk in split(20, 8):
-        hidden.stash(chunk.index, torch.randn(1, len(chunk), 4))
-    targets[0, 9] = 3
-    total = loss.sweep(
-        logits_of, hidden, targets, loss.cut(split(20, 8), 3), parameters=list(layer.parameters()),
-        live=list(layer.parameters()), hidden_grads=grads, sums=GradientSums(), before_tile=lambda number, count: None,
-    )  # fmt: skip
-    assert seen == [3]
-    assert float(total) > 0
-    assert hidden.nbytes == 0
-    assert [float(x.norm()) > 0 for x in grads.read(range(3))] == [False, True, False]
+    model = trunkline.stream(build("llama"), chunk_size=8, logits_budget=97 * 2 * 16 * 3)  # 3 tokens of fp64 logits
+    ids = tokens(1, 20)
+    labels = torch.full_like(ids, -100)
+    labels[0, 9] = 3
+    monkeypatch.setattr(HuggingFaceDecoder, "head", counted)
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    assert computed == [3]
+    assert float(loss) > 0
+    assert [budget.held for budget in tiers_of(model).budgets.values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("logits_budget", [1, 97 * 8 * 3, 10**9])
-def test_head_bytes_do_not_change_the_result(logits_budget: int) -> None:
+def test_logits_budget_does_not_change_the_result(logits_budget: int) -> None:
     model = build("llama-tied")
     ids = tokens(2, 37)
     expected = plain(model, ids, ids)
@@ -115,11 +113,11 @@ def test_sums_are_fp32_and_rounded_once() -> None:
 def test_tiles_hold_a_thousand_tokens_on_an_accelerator() -> None:
     """64 MiB would be 42 tokens with a vocabulary of 128K: reading the unembedding so often takes most of the time."""
     sizes = {
-        device: loss.tile_tokens(None, 2, 128_256, torch.bfloat16, device=torch.device(device))
+        device: loss.tokens_per_tile(None, 2, 128_256, torch.bfloat16, device=torch.device(device))
         for device in ("cpu", "cuda")
     }
     assert sizes == {"cpu": 64 * 2**20 // (2 * 128_256 * 12), "cuda": 512}
-    assert loss.tile_tokens(None, 1, 97, torch.float32, device=torch.device("cuda")) == 64 * 2**20 // (97 * 16)
+    assert loss.tokens_per_tile(None, 1, 97, torch.float32, device=torch.device("cuda")) == 64 * 2**20 // (97 * 16)
 
 
 def test_a_loss_far_above_what_a_probability_can_say() -> None:

@@ -243,5 +243,5 @@ def test_other_implementations_of_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="cache is a DynamicCache: a streamed model fills one of its own"):
         trunkline.prefill(model, tokens(1, 9), cache=DynamicCache())  # type: ignore[arg-type]
     cache = trunkline.prefill(model, tokens(1, 9))
-    with pytest.raises(ValueError, match="there is nothing new behind the 9 tokens of the cache"):
+    with pytest.raises(ValueError, match="input_ids has no tokens after the 9 of the cache"):
         model.generate(tokens(1, 4, seed=2), past_key_values=cache, **HOW)

@@ -1,4 +1,4 @@
-"""A decoder-only model in the pieces that a sweep needs, and what a forward is about."""
+"""Interface of a model to the engine: a decoder-only model in the pieces that sweeps run."""
 
 from __future__ import annotations
 
@@ -17,81 +17,110 @@ from trunkline.engine.batch import Batch
 Attend = Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]  # q, k, v, scoring -> output, all (B, heads, C, D)
 
 
-class Decoder(Protocol):
-    """A decoder-only model in the pieces that a sweep needs."""
+class ParameterAccess(Protocol):
+    """Access to parameters that may be sharded over ranks."""
+
+    @property
+    def layer_parameters(self) -> list[list[Parameter]]:
+        """Parameters of each layer, as the model stands now; shards of them, where it is sharded."""
+        ...
+
+    @property
+    def other_parameters(self) -> list[Parameter]:
+        """Parameters outside the layers: embedding, final norm, unembedding."""
+        ...
+
+    def begin(self) -> None:
+        """Prepare for a forward: the optimizer may have changed the parameters."""
+        ...
+
+    def unsharded(
+        self, layer: int | None, *, following: int | None = None, again: bool = False
+    ) -> AbstractContextManager[None]:
+        """Unshard a layer's parameters for the duration of a `with`; `None` means everything outside the layers.
+
+        Args:
+            layer: index of the layer.
+            following: layer whose parameters are needed next: they may be gathered meanwhile.
+            again: whether the layer's parameters are needed again, in backward.
+        """
+        ...
+
+    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """Return the tensors that stand for parameters in the autograd graph while they are unsharded."""
+        ...
+
+    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Reduce gradients over ranks, and cast them to the parameters' dtype.
+
+        Args:
+            parameters: parameters of the model.
+            totals: their gradients summed over what this rank has computed, fp32 or wider; None where it has none.
+
+        Returns:
+            Gradients to add to `.grad`; None where there is none, or not yet (`no_sync`).
+        """
+        ...
+
+
+class ParameterStore(ParameterAccess, Protocol):
+    """Sharding of a model's parameters over ranks."""
+
+    device: torch.device
+
+    @property
+    def has_pending_grads(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced with later ones."""
+        ...
+
+    def suspend_hooks(self) -> None:
+        """Turn the sharding's own hooks off: sweeps say from now on when parameters are gathered."""
+        ...
+
+    def resume_hooks(self) -> None:
+        """Turn the sharding's own hooks on again."""
+        ...
+
+    def hooks_resumed(self) -> AbstractContextManager[None]:
+        """Turn the sharding's own hooks on for the duration of a `with`."""
+        ...
+
+
+class Decoder(ParameterAccess, Protocol):
+    """A decoder-only model in the pieces that sweeps run."""
 
     num_layers: int
     vocab_size: int
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are spread over ranks, or gathered from elsewhere."""
-        ...
-
-    @property
-    def layer_parameters(self) -> list[list[Parameter]]:
-        """Parameters of each layer, as the model stands now; in parts, if it is sharded."""
-        ...
-
-    @property
-    def other_parameters(self) -> list[Parameter]:
-        """All other parameters."""
+        """Whether parameters are sharded over ranks."""
         ...
 
     def streamed_attention(self) -> AbstractContextManager[None]:
-        """What must be in place while sweeps run."""
-        ...
-
-    def begin(self) -> None:
-        """Before a forward: parameters are what the optimizer left."""
-        ...
-
-    def unsharded(
-        self, layer: int | None, *, following: int | None = None, again: bool = False
-    ) -> AbstractContextManager[None]:
-        """Have the parameters of a layer whole, or, for None, all that are in no layer.
-
-        A sharded model gathers them for this long.
-
-        Args:
-            layer: which.
-            following: the layer whose parameters will be wanted next: they may be on their way already.
-            again: whether they will be wanted again, in backward.
-        """
-        ...
-
-    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """What stands for parameters in the graph while they are whole."""
-        ...
-
-    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What is added to the `.grad` of parameters, in their dtype.
-
-        Args:
-            parameters: some of this model.
-            totals: their gradients summed over what this rank has computed, fp32 or wider; None where it has none.
-
-        Returns:
-            Their gradients; None for none, or for not yet.
-        """
+        """Route the attention calls of the layers to the engine for the duration of a `with`."""
         ...
 
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
-        """The input of layer 0, (B, C, E)."""
+        """Return the input of layer 0, (B, C, E)."""
         ...
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
-        """A decoder layer on one chunk, its attention call handed to `attend`."""
+        """Run a decoder layer on one chunk, with its attention call handed to `attend`; return its output (B, C, E)."""
         ...
 
     def recorded_layers(self, batch: Batch, chunk: Chunk) -> AbstractContextManager[Tensor]:
-        """The input of layer 0 of a chunk, (B, C, E), which then goes through all layers."""
+        """Record the arguments of all layers for one chunk that then goes through all of them.
+
+        Returns:
+            Context manager; it yields the input of layer 0, (B, C, E).
+        """
         ...
 
     def project_qkv(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
     ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """What a layer calls its attention with for one chunk, and nothing that follows.
+        """Run a layer on one chunk up to its attention call, and nothing that follows.
 
         Returns:
             Queries (B, H, C, D), keys and values (B, K, C, D), and how scores become weights.
@@ -99,56 +128,5 @@ class Decoder(Protocol):
         ...
 
     def head(self, x_BTE: Tensor) -> Tensor:
-        """Final hidden states to logits (B, T, V)."""
-        ...
-
-
-class ParameterStore(Protocol):
-    """Where a model's parameters are: the part of a `Decoder` that is about them."""
-
-    device: torch.device
-
-    @property
-    def layer_parameters(self) -> list[list[Parameter]]:
-        """See `Decoder.layer_parameters`."""
-        ...
-
-    @property
-    def other_parameters(self) -> list[Parameter]:
-        """See `Decoder.other_parameters`."""
-        ...
-
-    @property
-    def has_pending_grads(self) -> bool:
-        """Whether gradients wait to be reduced with later ones."""
-        ...
-
-    def suspend_hooks(self) -> None:
-        """When parameters are gathered is up to sweeps from now on."""
-        ...
-
-    def resume_hooks(self) -> None:
-        """It is up to the model's own calls again."""
-        ...
-
-    def hooks_resumed(self) -> AbstractContextManager[None]:
-        """The same for as long as this lasts."""
-        ...
-
-    def begin(self) -> None:
-        """See `Decoder.begin`."""
-        ...
-
-    def unsharded(
-        self, layer: int | None, *, following: int | None = None, again: bool = False
-    ) -> AbstractContextManager[None]:
-        """See `Decoder.present`."""
-        ...
-
-    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """See `Decoder.live`."""
-        ...
-
-    def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduce_grads`."""
+        """Return the logits (B, T, V) of final hidden states."""
         ...

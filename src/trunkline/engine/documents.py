@@ -1,6 +1,6 @@
-"""Packed documents: where each begins, from what says so, and that all that is said agrees.
+"""Packed documents: the first token of each, read from the arguments of a forward, which must agree.
 
-Documents never attend to each other, and none is trained to predict the first token of the next.
+Documents never attend to each other, and no document is trained to predict the first token of the next.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 ARGUMENTS = ("document_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 Starts = tuple[int, ...]
-_ONE: tuple[Starts, ...] = ((0,),)  # document in each row
+_ONE: tuple[Starts, ...] = ((0,),)  # one document in each row
 
 
 class Documents(NamedTuple):
     """The documents of a batch.
 
     Attributes:
-        starts: first tokens, of each row, or once where they are those of all rows. A document may be padding.
+        starts: first tokens of documents, for each row, or once where all rows are alike. Padding is a document, too.
         position_ids: (1, S) or (B, S); None for 0 … S-1.
     """
 
@@ -30,12 +30,12 @@ class Documents(NamedTuple):
 
 
 def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Documents:
-    """The documents of a batch.
+    """Read the documents of a batch.
 
     Args:
         given: arguments of a forward, by name: `position_ids`, in which a document begins at each 0, and `ARGUMENTS`.
         ids_BS: token ids.
-        lengths_B: tokens of each row that are not padding; None where there is none.
+        lengths_B: tokens of each row that are not padding; None without padding.
 
     Raises:
         ValueError: an argument is of the wrong shape, or two contradict each other.
@@ -73,7 +73,7 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
 
 
 def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tensor:
-    """Targets (B, S-1) of tokens that are to predict the next, without those whose next is in another document."""
+    """Return targets (B, S-1) with `ignore` at the last token of each document, which predicts nothing."""
     if tuple(starts) == _ONE:
         return targets
     targets = targets.clone()
@@ -84,12 +84,12 @@ def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tens
 
 
 def within(starts: Sequence[Starts], seq_len: int) -> tuple[Starts, ...]:
-    """Of rows that end at a token."""
+    """Return the starts of documents in rows that are cut to `seq_len` tokens."""
     return _once(tuple(tuple(start for start in each if start < seq_len) for each in starts))
 
 
 def _once(starts: tuple[Starts, ...]) -> tuple[Starts, ...]:
-    """Once for all rows where they are alike."""
+    """Return one row's starts where all rows are alike."""
     return starts[:1] if len(set(starts)) == 1 else starts
 
 
@@ -122,7 +122,7 @@ def _positions(positions: Any, ids_BS: Tensor) -> Tensor | None:
 
 
 def _breaks(positions: Tensor, lengths: list[int] | None, num_rows: int) -> Tensor:
-    """Where positions do not rise by 1 from the token before, (1, S - 1) or (B, S - 1), on the CPU."""
+    """Return where positions do not rise by 1 from the token before, (1, S - 1) or (B, S - 1), on the CPU."""
     breaks = (positions.diff(dim=1) != 1).cpu()
     if lengths is None:
         return breaks
@@ -131,7 +131,7 @@ def _breaks(positions: Tensor, lengths: list[int] | None, num_rows: int) -> Tens
 
 
 def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
-    """A document begins wherever they do not rise."""
+    """Return starts from position ids: a document begins wherever they do not rise."""
     breaks = _breaks(positions, lengths, num_rows)
     return _once(tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks))
 
@@ -139,7 +139,7 @@ def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -
 def _check_rising(
     positions: Tensor, lengths: list[int] | None, num_rows: int, known: tuple[str, tuple[Starts, ...]] | None
 ) -> None:
-    """Refuse positions that do not rise by 1 within a document, of those that are known or else begin at each 0."""
+    """Refuse positions that do not rise by 1 within a document; without `known` documents one begins at each 0."""
     breaks = _breaks(positions, lengths, num_rows)
     if known is None:
         wrong = breaks & ~(positions[:, 1:] == 0).cpu()
@@ -160,7 +160,7 @@ def _check_rising(
 
 
 def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, packed: bool) -> Tensor:
-    """Positions with others in the place of those of padding, whatever these are."""
+    """Return positions in which padding has the positions of some real token, whatever the user gave there."""
     places = torch.arange(positions.shape[1], device=positions.device)
     if not packed and bool((positions[:, 0] == positions[0, 0]).all()):
         return positions[:1, :1] + places
@@ -169,7 +169,7 @@ def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, pa
 
 
 def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> tuple[Starts, ...]:
-    """A document is a run of one number."""
+    """Return starts from document ids: a document is a run of one number."""
     num_rows, seq_len = ids_BS.shape
     shapes = ((seq_len,), (1, seq_len), (num_rows, seq_len))
     if not isinstance(ids, Tensor) or ids.is_floating_point() or tuple(ids.shape) not in shapes:
@@ -193,7 +193,7 @@ def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> t
 
 
 def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:
-    """A document begins where the one before it ends."""
+    """Return starts from cumulative lengths: a document begins where the one before it ends."""
     num_rows, seq_len = ids_BS.shape
     if num_rows != 1:
         raise ValueError(f"{name} is of one row, and input_ids has {num_rows}: pass document_ids.")
@@ -207,7 +207,7 @@ def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:
 
 
 def _restarting(starts: tuple[Starts, ...], seq_len: int, device: torch.device) -> Tensor:
-    """Positions that begin at 0 in each document."""
+    """Return positions that begin at 0 in each document."""
     rows = []
     for each in starts:
         lengths = torch.tensor([*each, seq_len]).diff()

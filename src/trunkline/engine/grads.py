@@ -1,8 +1,8 @@
 """Gradients of parameters, summed over chunks in fp32 and rounded once.
 
-A parameter gets its share from every chunk of its layer (a tied one from head and embedding too). The shares are summed
-here in fp32, or fp64 for fp64 parameters, whatever the parameter's own dtype: summed in bf16, the error of 256 tiles is
-seven times as large.
+A parameter gets a share of its gradient from every chunk of its layer (a tied one from head and embedding, too). The
+shares are summed here in fp32, or fp64 for fp64 parameters, whatever the parameter's own dtype: summed in bf16, the
+error of 256 tiles is seven times as large.
 """
 
 from __future__ import annotations
@@ -16,20 +16,31 @@ from torch.nn import Parameter
 
 from trunkline.engine.replay import autocast_type
 
+ReduceGrads = Callable[[Sequence[Parameter], Sequence[Tensor | None]], Sequence[Tensor | None]]
+
 
 def differentiate(
     outputs: Sequence[Tensor], wanted: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of one chunk by plain autograd; None where the chunk did not touch what is wanted.
+    """Compute the gradients of one chunk by plain autograd.
 
-    Outside autocast, as `backward()` is: inside, it would round the gradients of what a model keeps in fp32.
+    It runs outside autocast, as `backward()` does: inside, autocast would round the gradients of what a model keeps in
+    fp32.
+
+    Args:
+        outputs: tensors to go backward from.
+        wanted: leaves of their graph.
+        gradients: gradients of `outputs`.
+
+    Returns:
+        Gradients of `wanted`; None where the chunk did not use a leaf.
     """
     with torch.autocast(autocast_type(gradients[0].device), enabled=False):
         return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
 def depends_on(output: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether any of these parameters is in the graph of `output`."""
+    """Tell whether any of these parameters is in the autograd graph of a tensor."""
     searched = {id(parameter) for parameter in parameters}
     seen: set[Any] = set()
     todo = [output.grad_fn]
@@ -44,17 +55,14 @@ def depends_on(output: Tensor, parameters: Sequence[Tensor]) -> bool:
     return False
 
 
-Reduced = Callable[[Sequence[Parameter], Sequence[Tensor | None]], Sequence[Tensor | None]]
-
-
 class GradientSums:
-    """Running sums of the gradients of some parameters."""
+    """Running sums of parameter gradients, fp32 or wider."""
 
     def __init__(self) -> None:
         self._sums: dict[Parameter, Tensor] = {}
 
     def add(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add one chunk's gradients; None where a chunk did not touch the parameter."""
+        """Add one chunk's gradients; None where the chunk did not use the parameter."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -71,16 +79,16 @@ class GradientSums:
         for total in self._sums.values():
             total.mul_(factor)
 
-    def deliver(self, parameters: Sequence[Parameter], reduced: Reduced) -> None:
-        """Accumulate the sums of these parameters into `.grad`.
+    def deliver(self, parameters: Sequence[Parameter], reduce_grads: ReduceGrads) -> None:
+        """Add the sums of these parameters to their `.grad`, and drop the sums.
 
-        It goes through autograd's own accumulation at the leaf, so that hooks registered on a parameter run, once.
+        The gradients go through autograd's own accumulation at the leaf, so that hooks on a parameter run, once.
 
         Args:
-            parameters: whose sums are complete.
-            reduced: makes of parameters and their sums what is added to `.grad`; see `Decoder.reduce_grads`.
+            parameters: parameters whose sums are complete.
+            reduce_grads: reduces sums over ranks and casts them; see `ParameterAccess.reduce_grads`.
         """
-        gradients = reduced(parameters, [self._sums.pop(parameter, None) for parameter in parameters])
+        gradients = reduce_grads(parameters, [self._sums.pop(parameter, None) for parameter in parameters])
         ready = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
         if ready:
             torch.autograd.backward([p for p, _ in ready], [gradient for _, gradient in ready])

@@ -1,9 +1,9 @@
-"""Sweeps of a layer in two halves, around attention that goes head group by head group (`HeadGroupsCore`).
+"""Sweeps of a layer in two halves, around attention that is computed one group of heads after another.
 
-The first half of the layer, up to its attention call, runs for all chunks; then all attention; then the layer again,
-with the outputs in the place of attention. Backward is the same the other way round: gradients of the second half, of
-attention, and of the first half; both halves are replays of the whole layer, differentiated by plain autograd. The
-engine's own loop goes through the second half, since the core keeps gradients from passing attention.
+The first half of the layer, up to its attention call, runs for all chunks; then all attention; then the whole layer
+again, with the outputs in the place of attention. Backward goes the other way: gradients of the second half, of
+attention, of the first half. Each half is a replay of the whole layer, differentiated by plain autograd:
+`sweeps.backward_sweep` goes through the second half, because the core's output passes no gradient on.
 """
 
 from __future__ import annotations
@@ -19,60 +19,63 @@ from trunkline.engine.grads import differentiate
 from trunkline.engine.step import StepState
 
 
-def attend(run: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """The first half of a layer, and all its attention; the layer's inputs stay."""
+def attend(state: StepState, layer: int, core: HeadGroupsCore) -> None:
+    """Run the first half of a layer over all chunks, then all its attention; the layer's inputs stay."""
+    inputs = state.read_inputs(layer)
 
-    def one(chunk: Chunk, x_BCE: Tensor) -> None:
-        core.project(run.rows[chunk.index], *run.project(layer, x_BCE, chunk))
+    def project(chunk: Chunk) -> None:
+        core.project(state.rows[chunk.index], *state.project_qkv(layer, inputs.next(), chunk))
 
-    run.for_each_chunk(layer, one)
+    state.ranks.interleave(partial(project, chunk) for chunk in state.chunks)
+    inputs.release()
     core.attend()
 
 
-def before_backward(run: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Have the outputs that the replay of the second half takes: those kept, or computed again."""
+def before_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
+    """Compute the attention outputs again where they were not kept: the replay of the second half takes them."""
     if not core.keep_attention:
-        attend(run, layer, core)
+        attend(state, layer, core)
 
 
-def after_backward(run: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Gradients of attention and of the first half, once those of the second half are there."""
+def after_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
+    """Compute the gradients of attention and of the first half, once those of the second half are there."""
     if core.differentiate():
-        _first_half(run, layer, core)
-    run.inputs[layer].clear()
+        _first_half(state, layer, core)
+    state.inputs[layer].clear()
 
 
-def _first_half(run: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Gradients of the projections, and of what comes before them, added to those of the second half."""
-    assert run.dy is not None
-    assert run.lowest_layer is not None
-    parameters = run.layer_parameters[layer]
-    live = run.decoder.graph_params(parameters)
-    with_input = layer > run.lowest_layer
-    inputs = run.inputs[layer].read(run.descending, take=True)
-    dy = run.dy.read(run.descending, take=True) if with_input else None
+def _first_half(state: StepState, layer: int, core: HeadGroupsCore) -> None:
+    """Differentiate the projections and what comes before them, and add to the gradients of the second half."""
+    assert state.dy is not None
+    assert state.lowest_layer is not None
+    parameters = state.layer_parameters[layer]
+    graph_params = state.decoder.graph_params(parameters)
+    with_input = layer > state.lowest_layer
+    inputs = state.inputs[layer].read(state.descending, take=True)
+    dy = state.dy.read(state.descending, take=True) if with_input else None
 
     def replay(i: int) -> tuple[Tensor, list[Tensor | None]]:
         x_BCE = inputs.next().detach().requires_grad_(with_input)
         with torch.enable_grad():
-            *projections, scoring = run.project(layer, x_BCE, run.chunks[i])
-        return x_BCE, [*projections, scoring.sinks]
+            *qkv, scoring = state.project_qkv(layer, x_BCE, state.chunks[i])
+        return x_BCE, [*qkv, scoring.sinks]
 
-    def finish(i: int, x_BCE: Tensor, projections: list[Tensor | None]) -> None:
-        given = zip(projections, core.gradients(run.rows[i]), strict=True)
-        pairs = [(x, dx.to(x.dtype)) for x, dx in given if x is not None and x.requires_grad and dx is not None]
-        if not pairs:  # sinks alone are trained, whose gradient comes with the last chunk
+    def finish(i: int, x_BCE: Tensor, outputs: list[Tensor | None]) -> None:
+        gradients = zip(outputs, core.gradients(state.rows[i]), strict=True)
+        pairs = [(x, dx.to(x.dtype)) for x, dx in gradients if x is not None and x.requires_grad and dx is not None]
+        if not pairs:  # only sinks are trained, and their gradient comes with the last chunk
             return
-        grads = differentiate([x for x, _ in pairs], [*live, x_BCE] if with_input else live, [dx for _, dx in pairs])
+        wanted = [*graph_params, x_BCE] if with_input else graph_params
+        grads = differentiate([x for x, _ in pairs], wanted, [dx for _, dx in pairs])
         if dy is not None:
             dx_BCE = grads.pop()
             assert dx_BCE is not None
-            assert run.dy is not None
-            run.dy.stash(i, dy.next() + dx_BCE)
-        run.sums.add(parameters, grads)
+            assert state.dy is not None
+            state.dy.stash(i, dy.next() + dx_BCE)
+        state.grad_sums.add(parameters, grads)
 
-    replays = run.ranks.pipeline(partial(replay, i) for i in run.descending)
-    for i in run.descending:
+    replays = state.ranks.pipeline(partial(replay, i) for i in state.descending)
+    for i in state.descending:
         finish(i, *next(replays))
     inputs.release()
     if dy is not None:

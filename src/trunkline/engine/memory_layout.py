@@ -1,7 +1,7 @@
-"""What a run keeps: the names of its stores, how large they are, and which of them may choose their tier first.
+"""Activation stores of a step: names, sizes, placement priority.
 
-The live layer's keys, values and their gradients come first, since every later chunk goes through them; then what each
-layer reads and writes once; then what waits for its backward, the last layer's first.
+The live layer's keys, values and their gradients choose their tier first, since every later chunk reads them; then
+activations that each layer reads and writes once; then activations that wait for their backward, the last layer first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trunkline.config import StreamConfig
 from trunkline.offload.placement import FitHints, Placement, StoreRequest
 from trunkline.offload.stores import Tiers
 
-# What kinds of stores hold, for people.
-WORDS = {
+# Labels of the kinds of stores, for reports.
+STORE_LABELS = {
     "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
     "o": "attention outputs", "lse": "attention outputs", "do": "queries", "q": "queries",
     "k": "keys and values", "v": "keys and values", "lk": "keys and values", "lv": "keys and values",
@@ -30,12 +30,13 @@ WORDS = {
     "dv": "gradients of keys and values",
 }  # fmt: skip
 
-INNER = CoreStores("kg", "vg", "-", "-")  # of the one group of heads that is resident at a time
+# Stores of the one group of heads that is resident at a time.
+HEAD_GROUP_STORES = CoreStores("kg", "vg", "-", "-")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Names of the stores of a run.
+    """Names of the stores of a step.
 
     The first word of a name is its kind: stores of one kind are written by one layer at a time.
 
@@ -43,7 +44,7 @@ class MemoryLayout:
         config: settings.
         num_layers: decoder layers.
         first: lowest layer with a backward sweep; None where there is none.
-        head_groups: how many groups attention is computed in, one after another; 1 takes all heads at once.
+        head_groups: groups of heads that attention is computed in, one after another; 1 is all heads at once.
     """
 
     config: StreamConfig
@@ -57,11 +58,11 @@ class MemoryLayout:
         return range(self.num_layers if self.first is None else self.first, self.num_layers)
 
     def position(self, layer: int) -> int:
-        """The place of a layer in its group; the input of those at 0 is kept."""
+        """Return the position of a layer in its checkpoint group; the input of position 0 is kept."""
         return (layer - self.trained.start) % self.config.checkpoint_every
 
     def input(self, layer: int) -> str:
-        """The store of a layer's input, or behind the last layer of the final hidden state."""
+        """Return the store of a layer's input; for the index after the last layer, that of the final hidden state."""
         if self.first is None or layer < self.first:
             return f"pass {layer % 2}"
         if layer == self.num_layers:
@@ -69,7 +70,7 @@ class MemoryLayout:
         return f"live {self.position(layer)}" if self.position(layer) else f"input {layer}"
 
     def core(self, layer: int) -> CoreStores:
-        """The stores of a layer's core."""
+        """Return the stores of a layer's core."""
         if layer not in self.trained:
             return CoreStores("lk", "lv", "o", "lse")  # the last two are not used
         output = self._output(layer)
@@ -84,7 +85,7 @@ class MemoryLayout:
         return "kv" in self.config.keep or self.config.checkpoint_every > 1
 
     def by_groups(self, layer: int) -> list[HeadGroupStores]:
-        """The stores of each head group of a layer."""
+        """Return the stores of each group of heads of a layer."""
         output = self._output(layer) if layer in self.trained else 0
         return [
             HeadGroupStores(f"q.{g}", f"k.{g}", f"v.{g}", f"do.{g}", f"o.{g} {output}", f"lse.{g} {output}")
@@ -95,7 +96,7 @@ class MemoryLayout:
         return layer if "attention" in self.config.keep else self.position(layer)
 
     def groups(self) -> Iterator[range]:
-        """Layers whose inputs are regenerated together, from the last down to the first."""
+        """Yield the groups of layers whose inputs are recomputed together (`checkpoint_every`), last group first."""
         every = self.config.checkpoint_every
         for start in reversed(range(self.trained.start, self.trained.stop, every)):
             yield range(start, min(start + every, self.num_layers))
@@ -103,12 +104,12 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class BytesPerToken:
-    """Bytes per position of the sequence, of all rows of a batch.
+    """Bytes of a token of the sequence, in all rows of a batch.
 
     Attributes:
-        hidden: of the residual stream.
-        layers: of each layer's q, k, v, do, o, lse, dk, dv, by name.
-        num_kv_heads: that the key/value heads of every layer can be cut into.
+        hidden: bytes of the residual stream.
+        layers: bytes of q, k, v, do, o, lse, dk, dv, by name, for each layer.
+        num_kv_heads: greatest common divisor of the layers' key/value heads: head groups must divide it.
     """
 
     hidden: int
@@ -117,7 +118,7 @@ class BytesPerToken:
 
     @staticmethod
     def of_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, softcap: float | None) -> dict[str, int]:
-        """Those of a layer, from what it calls its attention with for one token."""
+        """Return the bytes of a layer's tensors, given the arguments of its attention call for one token."""
         chosen = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], kernel, softcap=softcap)
         dtype = chosen.compute_dtype(k.dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -135,25 +136,25 @@ class BytesPerToken:
         }
 
     def times(self, rows: int) -> BytesPerToken:
-        """Those of so many rows."""
+        """Return the bytes for a number of rows."""
         layers = [{kind: nbytes * rows for kind, nbytes in layer.items()} for layer in self.layers]
         return BytesPerToken(self.hidden * rows, layers, self.num_kv_heads)
 
     def widest(self, kind: str) -> int:
-        """That of the layer where it is largest."""
+        """Return the bytes of a kind of tensor in the layer where it is largest."""
         return max(layer[kind] for layer in self.layers)
 
 
 class StoreRequests:
-    """What the stores of a run ask of the tiers.
+    """Requests of a step's stores for room in the tiers.
 
     Args:
-        layout: their names.
-        widths: of everything.
-        chunks: of the sequence, of each the tokens of this rank.
-        rows: that attention of each chunk has on this rank.
-        live_chunks: whose keys and values are held at a time, of each layer; all but where a window lets go of some.
-        prefetch: tensors of one store on the device at a time.
+        layout: names of the stores.
+        widths: bytes per token of everything.
+        chunks: chunks of the sequence, of each the tokens of this rank.
+        rows: of each chunk the query rows that this rank has in attention.
+        live_chunks: chunks of keys and values that each layer holds at a time: all, or fewer where a window drops some.
+        prefetch: chunks of one store on the device at a time.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class StoreRequests:
     ) -> None:
         self._layout, self._widths, self._chunks, self._rows = layout, widths, chunks, rows
         self._live_chunks = live_chunks
-        # A reader's user still holds the chunk before the one that it takes.
+        # The user of a reader still holds one chunk while it takes the next.
         self._reading, self._writing = prefetch + 1, max(prefetch - 1, 1)
         self._both = self._reading + self._writing
 
     def all(self) -> list[StoreRequest]:
-        """All of them, in the order in which they choose."""
+        """Return all requests, in the order of their priority."""
         attention = self._live_attention() if self._layout.head_groups == 1 else self._live_groups()
         return attention + self._live_hidden() + self._kept()
 
@@ -192,11 +193,11 @@ class StoreRequests:
         return StoreRequest(tuple(widths), sizes, group, forward, backward, persistent)
 
     def _live_attention(self) -> list[StoreRequest]:
-        """Keys, values and their gradients of the layer, or of the group of layers, that is under way."""
+        """Return requests for keys, values and their gradients of the live layer, or of the live group of layers."""
         layout, both, widest = self._layout, self._both, self._widths.widest
         live = {"lk": "k", "lv": "v"} | ({"dk": "dk", "dv": "dv"} if layout.trained else {})
         sizes = tuple(tuple(self._live(kind, chunk) for chunk in self._rows) for kind in live.values())
-        # Where each layer has its own store for later chunks, those of the live layer are for what is resident alone.
+        # Where each layer has its own store for later chunks, the live layer's stores have resident chunks only.
         buffers = ("lk", "lv") if layout.saves and layout.trained.start == 0 else ()
         found = [StoreRequest(tuple(live), sizes, "live kv", both, both, persistent=False, resident_only=buffers)]
         if layout.trained and layout.saves and "kv" not in layout.config.keep:
@@ -209,12 +210,12 @@ class StoreRequests:
         return found
 
     def _live(self, kind: str, chunk: Chunk) -> int:
-        """Bytes that the place of a chunk takes in the layer where most are wanted: with a window few have a place."""
+        """Return the bytes of a chunk's slot, in the layer that needs most; behind a window few chunks have a slot."""
         layers = zip(self._widths.layers, self._live_chunks, strict=True)
         return len(chunk) * max((widths[kind] for widths, count in layers if chunk.index < count), default=0)
 
     def _live_groups(self) -> list[StoreRequest]:
-        """The same where attention goes head group by head group, of which one has its keys and values resident."""
+        """Return the same requests for head groups: one group at a time has its keys and values resident."""
         layout, both = self._layout, self._both
         share = {kind: self._widths.widest(kind) // layout.head_groups for kind in self._widths.layers[0]}
         inner = {"kg": share["k"], "vg": share["v"]}
@@ -234,7 +235,7 @@ class StoreRequests:
         return found + [self._request({o: share["o"], lse: share["lse"]}, both, both) for o, lse in sorted(live)]
 
     def _live_hidden(self) -> list[StoreRequest]:
-        """Layer inputs that do not wait for a backward, and those of a group that are computed again."""
+        """Return requests for layer inputs without a backward, and for recomputed inputs of a checkpoint group."""
         layout, hidden, both = self._layout, self._widths.hidden, self._both
         positions = sorted({layout.position(layer) for layer in layout.trained})
         found = [self._request({f"live {position}": hidden}, both, both, hidden=True) for position in positions[1:]]
@@ -243,7 +244,7 @@ class StoreRequests:
         return found
 
     def _kept(self) -> list[StoreRequest]:
-        """What is there between forward and backward."""
+        """Return requests for what is kept between forward and backward."""
         layout, widths, both, keep = self._layout, self._widths, self._both, self._layout.config.keep
         if not layout.trained:
             return []
@@ -268,7 +269,7 @@ class StoreRequests:
 
 
 def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> FitHints:
-    """What the messages of a placement say of these settings."""
+    """Return the advice that messages about a placement give for these settings."""
     added = config.host_budget is not None and tiers.budgets["host"].budget is None  # on a CPU, where both add up
     device = ["device_budget"] if config.device_budget is not None else []
     smaller = [f"chunk_size below {chunk_size:,}", "checkpoint_every=1" if config.checkpoint_every > 1 else "",
@@ -281,7 +282,7 @@ def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> FitHints:
     )
 
 
-def choose(
+def choose_placement(
     layout: MemoryLayout,
     widths: BytesPerToken,
     chunks: Sequence[Chunk],
@@ -291,22 +292,22 @@ def choose(
     live_chunks: Sequence[int],
     chunk_size: int,
 ) -> tuple[MemoryLayout, Placement]:
-    """Place the stores of a run, by the first strategy that fits or the one that is set.
+    """Place the stores of a step, by the first attention strategy that fits or the one that is set.
 
     Args:
-        layout: with all heads at once.
-        widths: of everything.
-        chunks: of the sequence, of each the tokens of this rank.
-        rows: that attention of each chunk has on this rank.
-        tiers: where it may rest.
-        live_chunks: whose keys and values are held at a time, of each layer.
+        layout: layout with all heads at once.
+        widths: bytes per token of everything.
+        chunks: chunks of the sequence, of each the tokens of this rank.
+        rows: of each chunk the query rows that this rank has in attention.
+        tiers: budgets of the model.
+        live_chunks: chunks of keys and values that each layer holds at a time.
         chunk_size: tokens of a chunk on all ranks together.
 
     Returns:
-        The layout with its head groups, and the placement.
+        Layout with its number of head groups, and the placement.
 
     Raises:
-        ValueError: nothing fits, or not the strategy that is set.
+        ValueError: no strategy fits, or not the one that is set.
     """
     strategy, advice = layout.config.attn_strategy, advice_on(layout.config, tiers, chunk_size)
 
@@ -317,7 +318,11 @@ def choose(
         return tiers.place(asked, advice)
 
     def resident(layout: MemoryLayout, placement: Placement) -> bool:
-        cores = [INNER] if layout.head_groups > 1 else [layout.core(layer) for layer in range(layout.num_layers)]
+        cores = (
+            [HEAD_GROUP_STORES]
+            if layout.head_groups > 1
+            else [layout.core(layer) for layer in range(layout.num_layers)]
+        )
         names = {name for core in cores for name in core.working_set} & set(placement.places)
         return all(placement.num_on_device(name) == len(chunks) for name in names)
 
@@ -348,6 +353,6 @@ def choose(
         )
     raise ValueError(
         f"attn_strategy={strategy!r}: keys, values and their gradients of "
-        f"{'a layer' if strategy == 'resident' else 'one head'} do not fit in device_budget beside what is under way: "
-        "raise it, use a smaller chunk_size, or attn_strategy='streamed'."
+        f"{'a layer' if strategy == 'resident' else 'one head'} do not fit in device_budget beside chunks that move. "
+        "Raise it, use a smaller chunk_size, or attn_strategy='streamed'."
     )

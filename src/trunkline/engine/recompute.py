@@ -1,12 +1,11 @@
-"""What a backward computes again: keys and values of a layer, and inputs of a group of layers."""
+"""What backward computes again: keys and values of a layer, and the inputs of a group of layers."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Iterator
-
-from torch import Tensor
+from functools import partial
 
 from trunkline.attention.core import Core
 from trunkline.attention.head_groups import HeadGroupsCore
@@ -16,71 +15,79 @@ from trunkline.engine.step import CoreCall, StepState
 from trunkline.offload.chunked_sequence import ChunkedSequence
 
 
-def project_kv(run: StepState, layer: int, core: Core | HeadGroupsCore) -> Iterator[None]:
-    """Have the keys and values that a backward sweep needs: those kept, or computed again where later chunks meet them.
+def kv_before_replay(state: StepState, layer: int, core: Core | HeadGroupsCore) -> Iterator[None]:
+    """Put the keys and values of a layer where its backward sweep reads them: kept ones, or recomputed ones.
 
     Returns:
-        What is to be taken a step further before each chunk is replayed: with a window they are computed, and let go,
-        as the sweep comes to them.
+        Iterator that the sweep advances once before it replays each chunk, descending. Without a window all keys and
+        values are there beforehand, and it does nothing.
     """
     if isinstance(core, HeadGroupsCore) or core.restore_kv():
         return itertools.repeat(None)
-    chunks = [chunk for chunk in run.chunks if core.needs_kv_recompute(run.rows[chunk.index])]
-
-    def one(chunk: Chunk, x_BCE: Tensor) -> None:
-        run.report("backward", layer, len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        core.append_kv(run.rows[chunk.index], *run.project_kv(layer, x_BCE, chunk))
-
+    chunks = [chunk for chunk in state.chunks if core.needs_kv_recompute(state.rows[chunk.index])]
     if core.drops_passed_kv:
-        return _downwards(run, layer, core, chunks[::-1])
+        return _kv_just_in_time(state, layer, core, chunks[::-1])
     if chunks:
-        run.for_each_chunk(layer, one, chunks=chunks)
+        inputs = state.inputs[layer].read([chunk.index for chunk in chunks])
+
+        def project(chunk: Chunk) -> None:
+            state.report("backward", layer, len(state.chunks) - 1, len(state.chunks))  # no chunk is done yet
+            core.append_kv(state.rows[chunk.index], *state.project_kv(layer, inputs.next(), chunk))
+
+        state.ranks.interleave(partial(project, chunk) for chunk in chunks)
+        inputs.release()
     return itertools.repeat(None)
 
 
-def _downwards(run: StepState, layer: int, core: Core, chunks: list[Chunk]) -> Iterator[None]:
-    """Those that each chunk meets and no later one has met, chunks in falling order."""
-    inputs, coming = run.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
-    for i in run.descending:
-        while coming and coming[0].index >= core.first_needed_chunk(run.rows[i]):
-            chunk = coming.popleft()
-            core.append_kv(run.rows[chunk.index], *run.project_kv(layer, inputs.next(), chunk))
-        if not coming:
+def _kv_just_in_time(state: StepState, layer: int, core: Core, chunks: list[Chunk]) -> Iterator[None]:
+    """Recompute keys and values lazily, last chunk first, just before the replay that needs them.
+
+    Behind a window the core drops them again: so as many chunks are held at a time as one chunk of queries sees.
+    """
+    inputs, upcoming = state.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
+    for i in state.descending:
+        while upcoming and upcoming[0].index >= core.first_needed_chunk(state.rows[i]):
+            chunk = upcoming.popleft()
+            core.append_kv(state.rows[chunk.index], *state.project_kv(layer, inputs.next(), chunk))
+        if not upcoming:
             inputs.release()
         yield
 
 
-def regenerate(run: StepState, group: range) -> None:
-    """The inputs of a group of layers, of which the first alone was kept.
+def inputs_of_group(state: StepState, group: range) -> None:
+    """Recompute the inputs of a group of layers, of which only the first is kept (`checkpoint_every`).
 
-    Where attention was kept nothing attends again: its output stands in for it. Where not, these are forward sweeps,
-    and what they compute is kept until the group is done.
+    Where attention was kept no attention is computed: the kept output takes its place. Where it was not, these are
+    forward sweeps, and what they compute is kept until the group's backward is done.
     """
     for layer in group[:-1]:
-        with run.decoder.unsharded(layer, following=layer + 1, again=True):
-            run.inputs[layer + 1] = _forward_again(run, layer, group)
-    run.stores.flush_all()
+        with state.decoder.unsharded(layer, following=layer + 1, again=True):
+            state.inputs[layer + 1] = _outputs_of_layer(state, layer, group)
+    state.stores.flush_all()
 
 
-def _forward_again(run: StepState, layer: int, group: range) -> ChunkedSequence:
-    """The outputs of a layer of a group, whose core keeps from now on all that its backward sweep will need."""
-    core = run.cores[layer]
+def _outputs_of_layer(state: StepState, layer: int, group: range) -> ChunkedSequence:
+    """Replay a layer without gradients; its core keeps from now on all that its backward sweep will need."""
+    core = state.cores[layer]
     assert core is not None
     if isinstance(core, Core) and not core.keep_attention:
         core.restore_kv()
         attend: CoreCall = core.forward
-        known = None
+        load_output = None
     else:
         if isinstance(core, HeadGroupsCore) and not core.keep_attention:
-            head_group_sweeps.attend(run, layer, core)
-        attend, known = core.kept_output, core.load_kept_output
+            head_group_sweeps.attend(state, layer, core)
+        attend, load_output = core.kept_output, core.load_kept_output
     core.keep_for_backward()
-    outputs = run.sequence(run.layout.input(layer + 1))
+    inputs, outputs = state.read_inputs(layer), state.sequence(state.layout.input(layer + 1))
 
-    def one(chunk: Chunk, x_BCE: Tensor) -> None:
-        run.report("backward", group[-1], len(run.chunks) - 1, len(run.chunks))  # no progress yet
-        outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, attend, known))
+    def run_chunk(chunk: Chunk) -> None:
+        state.report("backward", group[-1], len(state.chunks) - 1, len(state.chunks))  # no chunk is done yet
+        x_BCE = inputs.next()
+        attention = state.attention(layer, chunk, attend, load_output)
+        outputs.stash(chunk.index, state.decoder.layer(layer, x_BCE, state.batch, chunk, attention))
 
-    run.for_each_chunk(layer, one)
+    state.ranks.interleave(partial(run_chunk, chunk) for chunk in state.chunks)
+    inputs.release()
     core.end_forward()
     return outputs

@@ -1,9 +1,9 @@
-"""The conditions a forward ran under, so that its replay in backward runs under the same.
+"""Conditions of a forward, put back for its replay in backward: random state, autocast, kernel choice.
 
-Random state: every (layer, chunk) draws from a seed of its own, derived from one drawn at the start of the forward from
-the user's generator; nothing is stored, and the user's generator moves on by that one draw. Autocast: as it was, but
-without its cache of cast weights: filled while gradients are off, that cache cuts parameters out of the graph. The
-training flag is checked, since a replay in another mode would differentiate another function.
+Random state: every (layer, chunk) draws from a seed of its own, derived from one that the forward draws from the user's
+generator. Nothing is stored, and the user's generator moves on by that one draw. Autocast: as it was, but without its
+cache of cast weights: filled while gradients are off, that cache cuts parameters out of the graph. The training flag is
+checked, since a replay in another mode would differentiate another function.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ _SEEDS = 2**62
 
 
 def autocast_type(device: torch.device) -> str:
-    """The type of device whose autocast holds for tensors on `device`; those without contents follow the CPU's."""
+    """Return the device type whose autocast applies to tensors on a device; `meta` tensors follow the CPU's."""
     return "cpu" if device.type == "meta" else device.type
 
 
 def draw_seed() -> int:
-    """A seed from the user's generator, which moves on by that one draw."""
+    """Draw a seed from the user's generator, which moves on by that one draw."""
     return int(torch.randint(_SEEDS, ()))
 
 
 class ReplayContext:
-    """Conditions of one forward pass.
+    """Conditions of one forward pass, recorded when it begins.
 
     Args:
-        module: that is run.
-        device: where.
-        seed: of all its random states, from `draw_seed`.
-        salt: a number that sets this rank's random states apart from those of other ranks.
+        module: model that is run.
+        device: device that it runs on.
+        seed: seed of all its random states, from `draw_seed`.
+        seed_offset: number that makes the random states of this rank differ from other ranks'.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, seed: int, salt: int = 0) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, seed: int, seed_offset: int = 0) -> None:
         self.module = module
         self._device = device
         self._training = module.training
-        self._seed = f"{seed} {salt}"
+        self._seed = f"{seed} {seed_offset}"
         self._autocast = torch.is_autocast_enabled(autocast_type(device))
         self._autocast_dtype = torch.get_autocast_dtype(autocast_type(device))
         self._flash = best_implementation(device)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Run a sweep, forward or backward, under these conditions; afterwards all is as it was.
+        """Put the conditions back for the duration of a `with`; afterwards everything is as before.
 
         Raises:
-            RuntimeError: the model has changed between training and evaluation mode since its forward.
+            RuntimeError: the model changed between training and evaluation mode since its forward.
         """
         if self.module.training != self._training:
             raise RuntimeError(
@@ -69,13 +69,16 @@ class ReplayContext:
             yield
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which matrix products on tensors of `dtype` run."""
+        """Return the dtype in which matrix products of tensors of `dtype` are computed."""
         return self._autocast_dtype if self._autocast and dtype != torch.float64 else dtype
 
     def seed(self, stage: int, chunk: int, half: int = 0) -> None:
-        """Set the random state for one chunk of one stage (-1 the embedding, then the layers).
+        """Set the random state for one chunk.
 
-        A layer has two halves, up to its attention and after it: between them another chunk may draw.
+        Args:
+            stage: layer; -1 is the embedding.
+            chunk: index of the chunk.
+            half: 0 up to the layer's attention, 1 after it: between them another chunk may draw.
         """
         # Hashed, because the CPU's generator looks at 32 bits of a seed only: no stage may share its lower half.
         digest = hashlib.blake2b(f"{self._seed} {stage} {chunk} {half}".encode(), digest_size=8).digest()

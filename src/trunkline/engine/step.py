@@ -1,10 +1,9 @@
-"""A run: one forward pass and what it keeps for its backward."""
+"""State of a step: one forward pass, and what it keeps for its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -12,160 +11,177 @@ from torch.nn import Parameter
 
 from trunkline.attention.core import Core, schedule_of
 from trunkline.attention.head_groups import HeadGroupsCore
-from trunkline.attention.kv_gather import Pending
 from trunkline.attention.mask import AttentionSpan, RowMask
 from trunkline.attention.scoring import Scoring
 from trunkline.chunking import Chunk
 from trunkline.config import Progress, StreamConfig
 from trunkline.engine.batch import Batch
-from trunkline.engine.decoder import Decoder
+from trunkline.engine.decoder import Attend, Decoder
 from trunkline.engine.grads import GradientSums
-from trunkline.engine.memory_layout import INNER, MemoryLayout
+from trunkline.engine.memory_layout import HEAD_GROUP_STORES, MemoryLayout
 from trunkline.engine.ranks import Ranks
 from trunkline.engine.replay import ReplayContext
-from trunkline.offload.chunked_sequence import ChunkedSequence
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores
 
-CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # rows, q, k, v, scoring -> output
+CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # query rows, q, k, v, scoring -> output
 
 
 @dataclass(slots=True)
 class StepState:
-    """One forward pass. It owns what it keeps until its backward; several may be outstanding."""
+    """State of one forward pass and its backward. It owns what it keeps; several may be outstanding.
+
+    Attributes:
+        decoder: the model in pieces.
+        config: settings.
+        batch: token ids, positions, targets, documents.
+        replay: random state, autocast and kernel choice of the forward, for its replay in backward.
+        ranks: ranks that share the sequence.
+        chunks: chunks of the sequence, of each the tokens that this rank computes.
+        rows: of each chunk the query rows that this rank has in attention, numbered from 0 over all chunks.
+        layer_parameters: trained parameters of each layer, as the model stood at the forward.
+        other_parameters: trained parameters outside the layers.
+        versions: tensors that the replay reads again, each with its version counter at the forward.
+        attention_spans: how far back each layer attends.
+        stores: budgets and places of everything that is kept.
+        inputs: input of each layer; behind the last layer the final hidden state.
+        cores: attention of each layer that has a backward; None for the others, and once the backward is done.
+        row_masks: visible keys of each row of the batch, for each kind of attention span.
+        grad_sums: sums of parameter gradients over chunks.
+        dy: gradient of the residual stream at the layer that backward has reached.
+        lowest_layer: lowest layer that backward must reach; -1 is the embedding, None only the head.
+        head_groups: groups of heads that attention is computed in, one after another; 1 is all heads at once.
+        divisor: divisor of the loss that backward still has to apply; None where the head has applied it.
+    """
 
     decoder: Decoder
     config: StreamConfig
     batch: Batch
     replay: ReplayContext
     ranks: Ranks
-    chunks: list[Chunk]  # of the sequence, of each the tokens that this rank computes
-    rows: list[Chunk]  # that attention of each chunk has on this rank
-    layer_parameters: list[list[Parameter]]  # those that are trained, as the model stood at the forward
+    chunks: list[Chunk]
+    rows: list[Chunk]
+    layer_parameters: list[list[Parameter]]
     other_parameters: list[Parameter]
-    versions: list[tuple[Tensor, int]]  # what the replay reads again, with its version at the forward
-    attention_spans: Sequence[AttentionSpan]  # of each layer's attention
+    versions: list[tuple[Tensor, int]]
+    attention_spans: Sequence[AttentionSpan]
     stores: Stores
-    inputs: list[ChunkedSequence] = field(default_factory=list)  # of each layer; after the last, the final hidden state
+    inputs: list[ChunkedSequence] = field(default_factory=list)
     cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
-    row_masks: dict[AttentionSpan, tuple[RowMask, ...]] = field(default_factory=dict)  # what tokens see, of each reach
-    sums: GradientSums = field(default_factory=GradientSums)
-    dy: ChunkedSequence | None = None  # gradient of the residual stream, at the layer that backward has reached
-    lowest_layer: int | None = (
-        None  # layer that backward must reach, -1 the embedding; None where only the head is trained
-    )
-    head_groups: int = 1  # in which attention is computed, one after another
-    divisor: Tensor | None = None  # what backward divides the head's sums by; None where the head has done it
+    row_masks: dict[AttentionSpan, tuple[RowMask, ...]] = field(default_factory=dict)
+    grad_sums: GradientSums = field(default_factory=GradientSums)
+    dy: ChunkedSequence | None = None
+    lowest_layer: int | None = None
+    head_groups: int = 1
+    divisor: Tensor | None = None
 
     @property
     def layout(self) -> MemoryLayout:
-        """Names of what is kept."""
+        """Names of the stores of this step."""
         first = None if self.lowest_layer is None else max(self.lowest_layer, 0)
         return MemoryLayout(self.config, self.decoder.num_layers, first, self.head_groups)
 
     @property
+    def ascending(self) -> range:
+        """Chunk indices in the order of a forward sweep."""
+        return range(len(self.chunks))
+
+    @property
     def descending(self) -> range:
-        """Chunks as a backward sweep meets them."""
+        """Chunk indices in the order of a backward sweep."""
         return range(len(self.chunks) - 1, -1, -1)
 
-    def sequence(self, name: str) -> ChunkedSequence:
-        """An empty sequence in the store of that name."""
-        return ChunkedSequence(len(self.chunks), self.stores, name)
+    def sequence(self, store: str) -> ChunkedSequence:
+        """Return an empty chunked sequence that rests in a store."""
+        return ChunkedSequence(len(self.chunks), self.stores, store)
 
-    def sight(self, layer: int) -> tuple[RowMask, ...]:
-        """What tokens see in a layer."""
-        reach = self.attention_spans[layer]
-        if reach not in self.row_masks:
-            self.row_masks[reach] = reach.row_masks(self.batch.documents, self.batch.seq_len)
-        return self.row_masks[reach]
+    def read_inputs(self, layer: int, *, take: bool = False) -> Reader:
+        """Read the inputs of a layer, chunks ascending; with `take` each is dropped once it is handed out."""
+        return self.inputs[layer].read(self.ascending, take=take)
 
-    def live_chunks(self, layer: int) -> int:
-        """Chunks whose keys and values are held at a time while a layer is under way."""
-        return schedule_of(self.rows, self.sight(layer), self.ranks.kv_gather).num_live_chunks
+    def row_masks_of(self, layer: int) -> tuple[RowMask, ...]:
+        """Return which keys the tokens of each row of the batch see in a layer; one mask where all rows are alike."""
+        span = self.attention_spans[layer]
+        if span not in self.row_masks:
+            self.row_masks[span] = span.row_masks(self.batch.documents, self.batch.seq_len)
+        return self.row_masks[span]
 
-    def core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
-        """A core for a layer, whose outputs, or keys and values, are kept."""
+    def num_live_chunks(self, layer: int) -> int:
+        """Return how many chunks of keys and values a layer holds at a time while it is computed."""
+        return schedule_of(self.rows, self.row_masks_of(layer), self.ranks.kv_gather).num_live_chunks
+
+    def new_core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
+        """Make the attention of a layer; `keep` says what it keeps for backward, as `StreamConfig.keep` does."""
         layout = self.layout
-        common = {"kernel": self.config.attn_kernel, "keep_attention": "attention" in keep, "stores": self.stores,
-                  "gather": self.ranks.kv_gather, "row_masks": self.sight(layer)}  # fmt: skip
         if self.head_groups > 1:
-            return HeadGroupsCore(self.rows, store_names=layout.by_groups(layer), inner_names=INNER, **common)  # type: ignore[arg-type]
-        return Core(self.rows, store_names=layout.core(layer), keep_kv="kv" in keep, **common)  # type: ignore[arg-type]
+            return HeadGroupsCore(
+                self.rows,
+                kernel=self.config.attn_kernel,
+                keep_attention="attention" in keep,
+                stores=self.stores,
+                store_names=layout.by_groups(layer),
+                inner_names=HEAD_GROUP_STORES,
+                gather=self.ranks.kv_gather,
+                row_masks=self.row_masks_of(layer),
+            )
+        return Core(
+            self.rows,
+            kernel=self.config.attn_kernel,
+            keep_attention="attention" in keep,
+            keep_kv="kv" in keep,
+            stores=self.stores,
+            store_names=layout.core(layer),
+            gather=self.ranks.kv_gather,
+            row_masks=self.row_masks_of(layer),
+        )
 
-    def for_each_chunk(
-        self,
-        layer: int,
-        work: Callable[[Chunk, Tensor], None],
-        *,
-        chunks: list[Chunk] | None = None,
-        take: bool = False,
-    ) -> None:
-        """Go through chunks in rising order, side by side where ranks exchange something on the way.
+    def attention(
+        self, layer: int, chunk: Chunk, core_call: CoreCall, load_output: Callable[[Chunk], Tensor | None] | None = None
+    ) -> Attend:
+        """Begin a layer on one chunk: seed its random state, and return the attention function that it shall call.
 
-        Args:
-            layer: whose inputs are read.
-            work: is given a chunk and its input, and has done with it what is to be done when it returns.
-            chunks: which; None for all.
-            take: the inputs are not wanted again.
-        """
-        chunks = self.chunks if chunks is None else chunks
-        inputs = self.inputs[layer].read([chunk.index for chunk in chunks], take=take)
-
-        def one(chunk: Chunk) -> None:
-            work(chunk, inputs.next())
-
-        self.ranks.interleave(partial(one, chunk) for chunk in chunks)
-        inputs.release()
-
-    def apply(
-        self, layer: int, x_BCE: Tensor, chunk: Chunk, core: CoreCall, known: Callable[[Chunk], Tensor | None] | None
-    ) -> Tensor:
-        """A layer on one chunk, its attention a core's, between the exchanges that bring it heads and give back tokens.
+        Between ranks, the returned function trades tokens for heads before the core, and heads for tokens after it.
 
         Args:
-            layer: which.
-            x_BCE: its input.
-            chunk: which.
-            core: the core's method for it.
-            known: gives the output of attention where the core knows it beforehand: it is on its way early, then.
+            layer: index of the layer.
+            chunk: tokens that this rank computes.
+            core_call: method of the layer's core that computes attention, or returns the kept output.
+            load_output: loads the output where the core knows it before the call; it is then sent early, so that the
+                exchange between ranks overlaps with the first half of the layer.
+
+        Returns:
+            Function of q (B, H, C, D), k and v (B, K, C, D) and the scoring; it returns the output (B, H, C, D).
         """
         rows, ranks = self.rows[chunk.index], self.ranks
-        early = self._send(known, rows)  # in a list, to be let go once it is used
+        output = None if load_output is None else load_output(rows)
+        pending = [] if output is None else [ranks.start_to_tokens(output)]
+        # A layer draws from two seeds, before and after attention: between them another chunk may draw.
+        self.replay.seed(layer, chunk.index)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
             scoring = scoring.of_heads(ranks.head_range(q.shape[1]))
             q, k, v = ranks.to_heads(q, k, v)
-            o = ranks.to_tokens(core(rows, q, k, v, scoring), early.pop() if early else None)
+            o = ranks.to_tokens(core_call(rows, q, k, v, scoring), pending.pop() if pending else None)
             self.replay.seed(layer, chunk.index, half=1)
             return o
 
-        self.replay.seed(layer, chunk.index)
-        return self.decoder.layer(layer, x_BCE, self.batch, chunk, attend)
+        return attend
 
-    def _send(self, known: Callable[[Chunk], Tensor | None] | None, rows: Chunk) -> list[Pending[tuple[Tensor, ...]]]:
-        o = None if known is None else known(rows)
-        coming = None if o is None else self.ranks.start_to_tokens(o)
-        return [] if coming is None else [coming]
-
-    def project(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """What a core is called with for a chunk, and nothing that follows."""
+    def project_qkv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
+        """Run a layer on one chunk up to its attention call, and return the arguments of that call."""
         self.replay.seed(layer, chunk.index)
-        *projections, scoring = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
-        scoring = scoring.of_heads(self.ranks.head_range(projections[0].shape[1]))
-        q, k, v = self.ranks.to_heads(*projections)
+        *qkv, scoring = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
+        scoring = scoring.of_heads(self.ranks.head_range(qkv[0].shape[1]))
+        q, k, v = self.ranks.to_heads(*qkv)
         return q, k, v, scoring
 
     def project_kv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
-        """The keys and values among them."""
+        """Run a layer on one chunk up to its attention call, and return keys and values (B, K, C, D)."""
         self.replay.seed(layer, chunk.index)
         _, k, v, _ = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
         return self.ranks.to_heads(k, v)
 
-    @staticmethod
-    def scaled(x: Tensor, factor: Tensor) -> Tensor:
-        """A tensor times a 0-dim factor of a wider dtype, rounded once."""
-        return (x.to(factor.dtype) * factor).to(x.dtype)
-
     def report(self, part: Literal["embed", "forward", "head", "backward"], layer: int, chunk: int, total: int) -> None:
-        """Tell the user where the step is."""
+        """Tell the user's progress function which chunk comes next."""
         if self.config.progress is not None:
             self.config.progress(Progress(part, layer, self.decoder.num_layers, chunk, total))

@@ -1,4 +1,4 @@
-"""What torch.compile has to do with: layers that are compiled, and models that are not to be."""
+"""torch.compile: layers that are compiled, and models that must not be."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import nn
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile compiles a module."""
+    """Tell whether torch.compile compiles a module."""
     return layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
 
 
 @contextlib.contextmanager
 def room_for_graphs(layers: nn.ModuleList) -> Iterator[None]:
-    """Let compiled layers have a graph for each way in which they run: training and evaluation, tails, batch sizes.
+    """Raise torch.compile's recompile limit of 8 graphs for the duration of a `with`.
 
-    Several models share the code of transformers' wrappers, and with it torch.compile's limit of 8.
+    A layer needs a graph for training and evaluation, for each length of chunk and each batch size, and several models
+    share the code of transformers' wrappers, and with it the limit.
     """
     if not any(is_compiled(layer) for layer in layers):
         yield
@@ -30,7 +31,7 @@ def room_for_graphs(layers: nn.ModuleList) -> Iterator[None]:
 
 
 def is_under_compile() -> bool:
-    """Whether torch.compile looks at every call that is made now."""
+    """Tell whether torch.compile traces the calls that are made now."""
     if "torch._dynamo" not in sys.modules:
         return False
     from torch._C._dynamo import eval_frame

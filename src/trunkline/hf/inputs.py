@@ -1,4 +1,4 @@
-"""What a streamed forward is given: checked once, before the first sweep, and turned into a `Batch`."""
+"""Arguments of a streamed forward: checked once, before the first sweep, and turned into a `Batch`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from trunkline.engine import documents
-from trunkline.engine.batch import Batch
-from trunkline.engine.loss import IGNORE
+from trunkline.engine.batch import IGNORE, Batch
 
 _MENDS = {
     "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
@@ -31,7 +30,13 @@ _READ = {
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """A forward that has been asked for."""
+    """Checked arguments of a forward.
+
+    Attributes:
+        batch: token ids, positions, targets and documents.
+        logits_to_keep: last positions whose logits are wanted; 0 with targets.
+        return_dict: whether a ModelOutput is wanted instead of a tuple.
+    """
 
     batch: Batch
     logits_to_keep: int
@@ -42,9 +47,9 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> ForwardInputs:
     """Check the arguments of a forward.
 
     Args:
-        given: the arguments by name.
-        name: the model's, for messages.
-        vocab_size: tokens it has embeddings for.
+        given: arguments by name.
+        name: class name of the model, for messages.
+        vocab_size: number of token embeddings of the model.
 
     Raises:
         ValueError: an argument is missing, of the wrong shape or range, or not supported.
@@ -91,7 +96,7 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> ForwardInputs:
 
 
 def token_ids(given: dict[str, Any], name: str, vocab_size: int) -> Tensor:
-    """Check token ids (B, S), and that nothing is given beside them that is not read; see `read`."""
+    """Check and return token ids (B, S), and refuse arguments that a streamed forward does not read; see `read`."""
     for argument, value in given.items():
         if argument not in _READ and value is not None and value is not False:
             close = difflib.get_close_matches(argument, _READ, 1)
@@ -109,7 +114,7 @@ def token_ids(given: dict[str, Any], name: str, vocab_size: int) -> Tensor:
 
 
 def _lengths(mask: Any, ids_BS: Tensor) -> Tensor | None:
-    """Tokens of each row that are not padding; None where there is no padding."""
+    """Return the tokens of each row that are not padding (B,); None where there is no padding."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != ids_BS.shape:
@@ -144,7 +149,7 @@ def _check_range(name: str, ids_BS: Tensor, vocab_size: int, ignored: int | None
 
 
 def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) -> Tensor | None:
-    """The token that each position is to predict, (B, S) or (B, S-1): shifted once, here, over the whole sequence."""
+    """Return the targets (B, S) or (B, S-1): labels are shifted once, here, over the whole sequence."""
     name = "labels" if shift_labels is None else "shift_labels"
     given = labels if shift_labels is None else shift_labels
     if given is None:
@@ -158,7 +163,7 @@ def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) ->
 
 
 def _count(num_items: Any, targets: Tensor) -> Tensor:
-    """What the sum of losses is divided by; 1 where there is no target, so that such a batch has loss 0."""
+    """Return the divisor of the summed loss; 1 where there is no target, so that such a batch has loss 0."""
     if num_items is None:
         return (targets != IGNORE).sum().clamp_min(1)
     count = torch.as_tensor(num_items, device=targets.device)

@@ -1,4 +1,4 @@
-"""What a transformers model is made of: its decoder layers, and what is in none of them."""
+"""Structure of a transformers model: its decoder layers, and the parameters outside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-SHARDING = "_trunkline_sharding"  # the attribute that `shard` leaves on a model
+SHARDING = "_trunkline_sharding"  # attribute that `shard` sets on a model
 
 
 class UnsupportedModelError(ValueError):
@@ -17,16 +17,16 @@ class UnsupportedModelError(ValueError):
 
 
 def parameters_outside(model: nn.Module, layers: nn.ModuleList) -> list[Parameter]:
-    """Those of a model that are in none of its layers."""
+    """Return the parameters of a model that are in none of its layers."""
     inside = {p for layer in layers for p in layer.parameters()}
     return [p for p in model.parameters() if p not in inside]
 
 
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers of a model: the one list as long as the config says.
+    """Return the decoder layers of a model: the one list of modules that is as long as the config says.
 
     Raises:
-        ValueError: there is none, or more than one; or the model's forward takes no positions or embeddings.
+        ValueError: there is no such list, or more than one; or the model's forward takes no positions or embeddings.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -62,10 +62,10 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without PEFT's wrappers.
+    """Return the transformers model itself, without PEFT's wrappers.
 
     Raises:
-        ValueError: it is none, or is wrapped in DistributedDataParallel.
+        ValueError: it is not a transformers model, or is wrapped in DistributedDataParallel or torch.compile.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Which models are streamed, found out by asking the model itself: exact, or refused by name.
+"""Probes of a model: it is streamed exactly, or refused by name.
 
 `verify` runs every layer of a model on a few tokens, once as transformers does and once in two chunks through the
-core, and compares: whatever carries state across tokens in another way than attention (a convolution, say) shows.
+core, and compares: a layer that mixes tokens in another way than attention (a convolution, say) differs.
 `attention_spans` asks the model's own mask functions how far back each layer attends, `check_length` its rotary
 settings whether anything changes at a length.
 """
@@ -23,20 +23,21 @@ from trunkline.attention.core import Core, CoreStores
 from trunkline.attention.mask import AttentionSpan
 from trunkline.chunking import Chunk, split
 from trunkline.engine.batch import Batch
-from trunkline.hf.decoder import HuggingFaceDecoder, LayerArguments, PositionCache, cache_name, first
+from trunkline.hf.decoder import HuggingFaceDecoder, LayerArguments, PositionCache, cache_argument, hidden_state
 from trunkline.hf.introspect import UnsupportedModelError
 from trunkline.offload.stores import resident_stores
 
 _PROBE_TOKENS = 8
-_ATTEMPTS = 3  # a router of experts may decide a near tie the other way; a model that mixes tokens differs every time
+_ATTEMPTS = 3  # a router of experts may break a near tie the other way; a model that mixes tokens differs each time
 _FAR = 2**30
-_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 30) for i in (0, 1)), _FAR])  # where masks are asked
-_MASK_PROBE = "trunkline_mask_probe"  # an attention implementation that exists to be handed the model's mask functions
+# Positions at which mask functions are evaluated.
+_PLACES = torch.tensor([*range(9), *(2**n + i for n in range(4, 30) for i in (0, 1)), _FAR])
+_MASK_PROBE = "trunkline_mask_probe"  # attention implementation that only serves to receive the model's mask functions
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Stands for a mask in what a model gives its layers."""
+    """Stand-in for a mask among the arguments of a layer."""
 
     sees: Callable[..., Any]  # batch row, head, query, key -> whether it sees it
 
@@ -72,12 +73,12 @@ def check_length(decoder: HuggingFaceDecoder, last_position: int) -> None:
 
 
 def most_tokens(decoder: HuggingFaceDecoder) -> int | None:
-    """Return how many tokens `check_length` lets through; None for any number."""
+    """Return the largest number of tokens that `check_length` accepts; None for any number."""
     return _most_tokens(decoder)[0]
 
 
 def _most_tokens(decoder: HuggingFaceDecoder) -> tuple[int | None, str | None]:
-    """How many tokens a model takes, and the kind of its rotary positions where these are why."""
+    """Return the largest number of tokens of a model, and the `rope_type` that limits it, if one does."""
     config = decoder.model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for kind in (rope, *(r for r in rope.values() if isinstance(r, dict))):
@@ -88,10 +89,10 @@ def _most_tokens(decoder: HuggingFaceDecoder) -> tuple[int | None, str | None]:
 
 
 def attention_spans(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
-    """How far back the attention of each layer goes: what the model's own mask functions say.
+    """Return how far back each layer attends, according to the model's own mask functions.
 
     Args:
-        decoder: the model, with what is in no layer present.
+        decoder: model whose parameters outside the layers are unsharded.
 
     Raises:
         ValueError: a layer's mask is neither causal, nor a sliding window, nor attention chunks.
@@ -102,10 +103,10 @@ def attention_spans(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
     given = {"input_ids": ids}
     if device.type == "meta":  # without one, transformers looks into the positions, which have no contents there
         given["attention_mask"] = torch.ones_like(ids)
-    with decoder.streamed_attention(_MASK_PROBE), torch.no_grad(), random_state_kept(device):
+    with decoder.streamed_attention(_MASK_PROBE), torch.no_grad(), random_state_restored(device):
         records = decoder.record_up_to(decoder.num_layers - 1, positions, **given)
     found: dict[int, AttentionSpan] = {}
-    of_layers = []
+    spans = []
     for arguments in records:
         masks = {id(x): x for x in _leaves([*arguments.args, *arguments.kwargs.values()]) if isinstance(x, _Mask)}
         if len(masks) > 1:
@@ -114,15 +115,15 @@ def attention_spans(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
             )
         for key, mask in masks.items():
             if key not in found:
-                found[key] = _reach_of(mask.sees, decoder)
-            of_layers.append(found[key])
+                found[key] = _span_of(mask.sees, decoder)
+            spans.append(found[key])
         if not masks:
-            of_layers.append(AttentionSpan())
-    return of_layers
+            spans.append(AttentionSpan())
+    return spans
 
 
-def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> AttentionSpan:
-    """What a mask function comes to; it is asked at places that tell."""
+def _span_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> AttentionSpan:
+    """Return the attention span that a mask function describes, from its values at selected positions."""
     device = decoder.device if decoder.device.type != "meta" else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.long, device=device)
 
@@ -138,7 +139,7 @@ def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Attentio
         return AttentionSpan(chunk=chunk)
     if torch.equal(seen(_PLACES[:, None], _PLACES[None]), _PLACES[None] <= _PLACES[:, None]):
         return AttentionSpan()
-    first, last = 0, _FAR  # the first key that a far token sees is between these
+    first, last = 0, _FAR  # bisection: the first key that a far token sees lies between these
     while first < last:
         middle = (first + last) // 2
         if bool(seen(torch.tensor(_FAR), torch.tensor(middle))):
@@ -148,9 +149,9 @@ def _reach_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Attentio
     window = _FAR - first + 1
     around = {multiple * size + i for size in (window, chunk or 1) for multiple in (1, 2, 3) for i in range(-2, 3)}
     places = torch.cat([_PLACES, torch.tensor([at for at in around if 0 <= at < _FAR])])
-    for reach in (AttentionSpan(window=window), AttentionSpan(chunk=chunk)):
-        if torch.equal(seen(places[:, None], places[None]), reach.visible(places[:, None], places[None])):
-            return reach
+    for span in (AttentionSpan(window=window), AttentionSpan(chunk=chunk)):
+        if torch.equal(seen(places[:, None], places[None]), span.visible(places[:, None], places[None])):
+            return span
     raise UnsupportedModelError(
         f"{type(decoder.model).__name__} has a mask that is neither causal, nor a sliding window, nor attention "
         "chunks: it cannot be streamed."
@@ -168,7 +169,7 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_loss(decoder: HuggingFaceDecoder) -> None:
-    """Refuse a loss function other than transformers' own: it would get no logits."""
+    """Refuse a loss function other than transformers' own: it needs the logits of the whole sequence."""
     if decoder.model.loss_function is not ForCausalLMLoss:
         raise UnsupportedModelError(
             f"{type(decoder.model).__name__} has a loss function of its own, which a streamed forward cannot honour: "
@@ -180,7 +181,7 @@ def verify(decoder: HuggingFaceDecoder) -> None:
     """Compare every piece of a model with the model itself, on a few tokens.
 
     Args:
-        decoder: the model. Parameters on the `meta` device have no values to compare; then one layer is run.
+        decoder: model. Parameters on the `meta` device have no values to compare: then one layer is only run.
 
     Raises:
         ValueError: a piece differs; the text names the model and the piece.
@@ -195,7 +196,7 @@ def verify(decoder: HuggingFaceDecoder) -> None:
         _run_one_layer(decoder)
         return
     name = type(decoder.model).__name__
-    with random_state_kept(device), torch.no_grad(), evaluation(decoder.model):
+    with random_state_restored(device), torch.no_grad(), in_eval_mode(decoder.model):
         check_length(decoder, _PROBE_TOKENS - 1)
         for attempt in range(_ATTEMPTS):
             try:
@@ -211,10 +212,10 @@ def verify(decoder: HuggingFaceDecoder) -> None:
 
 
 def _run_one_layer(decoder: HuggingFaceDecoder) -> None:
-    """Show the decoder what a layer returns."""
+    """Run one layer on one token, from which the decoder learns what a layer returns."""
     ids_BS = torch.zeros(1, 1, dtype=torch.long, device="meta")
     batch, token = Batch(ids_BS, ids_BS), Chunk(0, 0, 1)
-    with torch.no_grad(), evaluation(decoder.model), decoder.streamed_attention():
+    with torch.no_grad(), in_eval_mode(decoder.model), decoder.streamed_attention():
         x_BCE = decoder.embed(batch, token)
         decoder.layer(0, x_BCE, batch, token, lambda q, k, v, scoring: q.new_empty(*q.shape[:3], v.shape[3]))
 
@@ -228,32 +229,30 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
 
     logits = decoder.logits(ids_BS)
     with decoder.unsharded(None):
-        limits = attention_spans(decoder)
+        spans = attention_spans(decoder)
         x_BSE = decoder.record(0, positions, input_ids=ids_BS).hidden
         parts = [decoder.embed(batch, chunk) for chunk in chunks]
         _same(torch.cat(parts, 1), x_BSE, torch.zeros_like(x_BSE), f"the embedding of {name}")
         for index in range(decoder.num_layers):
             with decoder.unsharded(index):
-                x_BSE = _compare_layer(decoder, index, x_BSE, batch, limits[index])
+                x_BSE = _compare_layer(decoder, index, x_BSE, batch, spans[index])
         _same(decoder.head(x_BSE), logits, torch.zeros_like(logits), f"the head of {name}")
 
 
-def _compare_layer(
-    decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, reach: AttentionSpan
-) -> Tensor:
-    """Compare one layer; gives its output."""
+def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, span: AttentionSpan) -> Tensor:
+    """Compare one layer, and return its output."""
     name, layer = type(decoder.model).__name__, decoder.layers[index]
     positions, chunks = batch.position_ids, split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
     assert positions is not None
     with torch.enable_grad():
         arguments = decoder.record(index, positions, inputs_embeds=x_BSE)
     _check_arguments(arguments, decoder.record(index, positions, inputs_embeds=torch.zeros_like(x_BSE)), name)
-    y = arguments.call(layer, x_BSE)
-    y_BSE = first(y)
+    y = _call(layer, arguments.replaced(layer, x_BSE))
+    y_BSE = hidden_state(y)
     decoder.returns_tuple = isinstance(y, tuple)
     if _asks_cache(layer, arguments, x_BSE, y_BSE, positions):
         decoder.needs_position_cache.add(index)
-    row_masks = reach.row_masks(batch.documents, batch.seq_len)
+    row_masks = span.row_masks(batch.documents, batch.seq_len)
     core = Core(
         chunks,
         kernel="auto",
@@ -270,14 +269,18 @@ def _compare_layer(
 
 
 def _asks_cache(layer: nn.Module, arguments: LayerArguments, x_BSE: Tensor, y_BSE: Tensor, positions: Tensor) -> bool:
-    """Whether what a layer computes depends on how much its cache says to hold (Llama 4's temperature of queries)."""
-    if not cache_name(layer):
+    """Tell whether a layer's output depends on the length of its cache (Llama 4's query temperature)."""
+    if not cache_argument(layer):
         return False
     try:
-        far = first(arguments.call(layer, x_BSE, PositionCache(positions + _FAR)))
-    except Exception:  # it wants a real cache, and so does without one here
+        far = hidden_state(_call(layer, arguments.replaced(layer, x_BSE, PositionCache(positions + _FAR))))
+    except Exception:  # it needs a real cache, and is run without one here
         return False
     return not torch.equal(far, y_BSE)
+
+
+def _call(layer: nn.Module, arguments: LayerArguments) -> Any:
+    return layer(*arguments.args, **arguments.kwargs)
 
 
 def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, chunk: Chunk, core: Core) -> Tensor:
@@ -285,7 +288,7 @@ def _layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch,
 
 
 def _check_arguments(arguments: LayerArguments, others: LayerArguments, name: str) -> None:
-    """Refuse layers that are given more than their input, positions and flags."""
+    """Refuse layers whose arguments, besides their input, depend on the embedding or are trained."""
     one = [*arguments.args[1:], *(v for k, v in sorted(arguments.kwargs.items()) if k != "hidden_states")]
     two = [*others.args[1:], *(v for k, v in sorted(others.kwargs.items()) if k != "hidden_states")]
     tensors = ([x for x in _leaves(values) if isinstance(x, Tensor)] for values in (one, two))
@@ -301,7 +304,7 @@ def _check_arguments(arguments: LayerArguments, others: LayerArguments, name: st
 
 
 def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
-    """Compare token by token, relative to what the piece adds to its input."""
+    """Compare token by token, relative to the change that the piece makes to its input."""
     tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05
     error_S = (got - expected).double().norm(dim=-1).flatten()
     scale_S = (expected - given).double().norm(dim=-1).flatten()
@@ -314,14 +317,14 @@ def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
         )
 
 
-def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The user's generators end as they began."""
+def random_state_restored(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Restore the user's random state at the end of a `with`."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; afterwards as before."""
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode for the duration of a `with`."""
     training: list[nn.Module] = [m for m in model.modules() if m.training]
     try:
         for module in training:

@@ -29,7 +29,7 @@ from trunkline.kv_cache.cached_attention import CachedCore, CacheForward
 from trunkline.kv_cache.segment import pair_bytes, reading_bytes
 from trunkline.kv_cache.segment_placement import bytes_per_token_of, hidden_bytes, new_stretch, room_after
 from trunkline.kv_cache.writers import DecodeBuffer, SegmentWriter
-from trunkline.offload.chunked_sequence import ChunkedSequence
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores, Tiers
 
 _DEEP = 8  # chunks of keys that few new tokens have on the device at a time: more bring nothing
@@ -137,7 +137,8 @@ def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
                 run.report("forward", layer, chunk.index, len(run.chunks))
                 following = layer + 1 if layer + 1 < len(layers) else None
                 with run.decoder.unsharded(layer, following=following):
-                    x_BCE = run.apply(layer, x_BCE, chunk, cores[layer].forward, None)
+                    attention = run.attention(layer, chunk, cores[layer].forward)
+                    x_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, attention)
         if _is_wanted(run, chunk, keep):
             found.append(run.ranks.gather_tokens(x_BCE))
     return _last(run, found, keep)
@@ -145,12 +146,16 @@ def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
 
 def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
     """All chunks through each layer; gives the last hidden states (B, keep, E)."""
-    sweeps.embed_forward(run, differentiate=False)
+    sweeps.embed_forward(run, differentiable=False)
     num_layers = run.decoder.num_layers
     for layer in range(num_layers):
         outputs = run.sequence(run.layout.input(layer + 1))
         with run.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
-            run.for_each_chunk(layer, partial(_chunk_of_layer, run, layer, extension.core(layer), outputs), take=True)
+            inputs, core = run.read_inputs(layer, take=True), extension.core(layer)
+            run.ranks.interleave(
+                partial(_chunk_of_layer, run, layer, core, inputs, outputs, chunk) for chunk in run.chunks
+            )
+            inputs.done()
         run.inputs.append(outputs)
     wanted = [chunk.index for chunk in run.chunks if _is_wanted(run, chunk, keep)]
     found = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]
@@ -159,10 +164,12 @@ def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
 
 
 def _chunk_of_layer(
-    run: StepState, layer: int, core: CachedCore, outputs: ChunkedSequence, chunk: Chunk, x_BCE: Tensor
+    run: StepState, layer: int, core: CachedCore, inputs: Reader, outputs: ChunkedSequence, chunk: Chunk
 ) -> None:
     run.report("forward", layer, chunk.index, len(run.chunks))
-    outputs.stash(chunk.index, run.apply(layer, x_BCE, chunk, core.forward, None))
+    x_BCE = inputs.next()
+    attention = run.attention(layer, chunk, core.forward)
+    outputs.stash(chunk.index, run.decoder.layer(layer, x_BCE, run.batch, chunk, attention))
 
 
 def _depth(cache: StreamedCache) -> int:

@@ -9,9 +9,8 @@ from functools import partial
 
 from trunkline.attention.kv_store import KVStore
 from trunkline.attention.mask import Range, RowMask
-from trunkline.chunking import Chunk
-from trunkline.engine import sweeps
 from trunkline.engine.memory_layout import BytesPerToken, advice_on
+from trunkline.engine.setup import measure_token, probe_token
 from trunkline.engine.step import StepState
 from trunkline.kv_cache.budget import least_room, no_room_to_decode, room_to_go_on
 from trunkline.kv_cache.cache import StreamedCache
@@ -23,10 +22,10 @@ from trunkline.offload.stores import Stores
 
 def bytes_per_token_of(run: StepState) -> list[tuple[int, int]]:
     """Bytes of a token's keys and values, of each layer and row; remembered with the tiers."""
-    x_BCE, token = sweeps.probe_token(run, differentiate=False), Chunk(0, 0, 1)
+    x_BCE = probe_token(run, differentiable=False)
     key = x_BCE.dtype, run.replay.compute_dtype(x_BCE.dtype)
     if key not in run.stores.tiers.bytes_per_token:
-        run.stores.tiers.bytes_per_token[key] = sweeps.bytes_per_token_of(run, x_BCE, token)
+        run.stores.tiers.bytes_per_token[key] = measure_token(run, x_BCE)
     widths: BytesPerToken = run.stores.tiers.bytes_per_token[key]
     return [(layer["k"], layer["v"]) for layer in widths.layers]
 
@@ -103,7 +102,7 @@ def room_after(run: StepState, cache: StreamedCache, longest: int, hidden: int) 
 
 def hidden_bytes(run: StepState) -> int:
     """Bytes of a token's hidden state, of a row."""
-    return sweeps.probe_token(run, differentiate=False).nbytes
+    return probe_token(run, differentiable=False).nbytes
 
 
 def _placed(run: StepState, cache: StreamedCache, asked: _Asked) -> Placement:

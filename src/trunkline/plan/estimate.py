@@ -20,11 +20,14 @@ from transformers import PreTrainedModel
 from trunkline.config import Progress, resolve_config
 from trunkline.distributed.grad_norm import local
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.engine import sweeps
 from trunkline.engine.batch import Batch
-from trunkline.engine.memory_layout import WORDS
+from trunkline.engine.loss import mean_loss
+from trunkline.engine.memory_layout import STORE_LABELS
 from trunkline.engine.replay import ReplayContext, draw_seed
+from trunkline.engine.setup import begin_step, probe_token
 from trunkline.engine.step import StepState
+from trunkline.engine.sweeps import backward as run_backward
+from trunkline.engine.sweeps import forward as run_forward
 from trunkline.hf import probe
 from trunkline.hf.flops import UncountedModuleError, model_flops
 from trunkline.hf.introspect import UnsupportedModelError
@@ -260,7 +263,7 @@ class Estimator:
     ) -> Estimate:
         """Rehearse."""
         reaches = self._reaches
-        with probe.random_state_kept(torch.device("cpu")), torch.set_grad_enabled(backward):
+        with probe.random_state_restored(torch.device("cpu")), torch.set_grad_enabled(backward):
             seed, batch = draw_seed(), self._batch()
             full = self.placed(batch, seed)
             placement = full.stores.placement
@@ -293,7 +296,7 @@ class Estimator:
         run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
         if not self._tiers.limited:
             with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad():
-                sweeps.probe_token(run, differentiate=differentiate)
+                probe_token(run, differentiable=differentiate)
         run.stores.close()
         return run
 
@@ -301,9 +304,7 @@ class Estimator:
 
     def _begin(self, decoder: Any, batch: Batch, seed: int, reaches: Sequence[Any]) -> tuple[StepState, bool]:
         conditions = ReplayContext(self._meta_model, batch.input_ids_BS.device, seed)
-        return sweeps.begin(
-            decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches
-        )
+        return begin_step(decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches)
 
     def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[StepSegment]:
         """The step with some of the layers."""
@@ -317,12 +318,12 @@ class Estimator:
         with self._observed.watching(), self._ranks.guard():
             with decoder.unsharded(None):
                 run, differentiate = self._begin(decoder, batch, seed, reaches)
-                sweeps.forward(run, differentiate=differentiate)
+                run_forward(run, differentiable=differentiate)
                 recorder.phase("head")
-                loss = sweeps.loss(run, differentiate=differentiate)
+                loss = mean_loss(run, differentiable=differentiate)
             if differentiate:
                 recorder.phase("backward")
-                sweeps.backward(run, torch.empty_like(loss))
+                run_backward(run, torch.empty_like(loss))
                 if self._sharding is not None:
                     recorder.enter(None)
                     self._sharding.settle()
@@ -350,7 +351,7 @@ class Estimator:
             self._recorder.enter(None)
 
     def _note(self, tier: str, kind: str, nbytes: int) -> None:
-        part = WORDS.get(kind, kind)
+        part = STORE_LABELS.get(kind, kind)
         if tier == "device":
             self._memory.store(part, nbytes)
         else:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trunkline.api import tiers_of
 from trunkline.distributed.grad_norm import local
-from trunkline.engine.memory_layout import WORDS
+from trunkline.engine.memory_layout import STORE_LABELS
 from trunkline.offload.lanes.base import TransferLog
 from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import (
@@ -160,7 +160,7 @@ class StepRecorder:
     # -- while the step goes on ----------------------------------------------------------------------------------------
 
     def _note(self, tier: TierName, kind: str, nbytes: int) -> None:
-        self._tallies[tier].put(WORDS.get(kind, kind), nbytes)
+        self._tallies[tier].put(STORE_LABELS.get(kind, kind), nbytes)
 
     def _look(self, mark: Mark) -> None:
         _, most = self._gauge.look()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import trunkline
 from trunkline.api import streamed_forward
 from trunkline.data.tokenizers import Tokens
-from trunkline.engine.loss import IGNORE
+from trunkline.engine.batch import IGNORE
 from trunkline.evaluate.harness.text import Pair
 from trunkline.generation.prefixes import Prefixes
 from trunkline.kv_cache.cache import StreamedCache
