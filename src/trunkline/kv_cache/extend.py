@@ -155,7 +155,7 @@ def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
             run.ranks.interleave(
                 partial(_chunk_of_layer, run, layer, core, inputs, outputs, chunk) for chunk in run.chunks
             )
-            inputs.done()
+            inputs.release()
         run.inputs.append(outputs)
     wanted = [chunk.index for chunk in run.chunks if _is_wanted(run, chunk, keep)]
     found = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]
