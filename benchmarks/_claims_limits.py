@@ -29,12 +29,12 @@ from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.planner import Planner
 from trunkline.plan.search_space import Cluster, TrainingJob, sharding_specs
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.sweet_spot import Pair, Shape, draw, sweet_spot
+from trunkline.plan.sweet_spot import AttentionShape, ChunkPair, draw, sweet_spot
 
 _SHAPES = (
-    Shape("7B, no groups", 32, 32, 128),
-    Shape("8B, groups of 4", 32, 8, 128),
-    Shape("70B, groups of 8", 64, 8, 128),
+    AttentionShape("7B, no groups", 32, 32, 128),
+    AttentionShape("8B, groups of 4", 32, 8, 128),
+    AttentionShape("70B, groups of 8", 64, 8, 128),
 )
 # A profile, an attention kernel that is not the default, and how many devices of a node move at the same time.
 _PROFILES = (
@@ -81,17 +81,17 @@ def sweet_spots(out: Path) -> Answer:
     )  # fmt: skip
 
 
-def _together(forward: Pair, backward: Pair) -> Pair:
+def _together(forward: ChunkPair, backward: ChunkPair) -> ChunkPair:
     both = zip(forward.attention, backward.attention, strict=True), zip(forward.moves, backward.moves, strict=True)
     attention, moves = (tuple(a + b for a, b in each) for each in both)
-    return Pair("backward", forward.sizes, attention, moves)
+    return ChunkPair("backward", forward.sizes, attention, moves)
 
 
-def _cell(pair: Pair) -> str:
+def _cell(pair: ChunkPair) -> str:
     return tokens(pair.crossing) if 0 < pair.crossing < float("inf") else "always" if not pair.crossing else "never"
 
 
-def linear_from(hardware: Any, shape: Shape, keep: tuple[str, ...]) -> int:
+def linear_from(hardware: Any, shape: AttentionShape, keep: tuple[str, ...]) -> int:
     """Tokens of the context from which on a layer's forward hides what it puts away of each token; 0 for any.
 
     A token of a context of S meets S/2 others on average.

@@ -33,8 +33,8 @@ import trunkline
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import Hardware
+from trunkline.plan.machine_survey import MachineSurvey
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.plan.survey import Survey
 
 _MIB = 2**20
 
@@ -92,7 +92,7 @@ def serve(what: str, **task: Any) -> Any:
     """A task of a rank."""
     mesh = _mesh()
     if what == "tune":
-        survey = Survey(torch.device("cpu"), Path(task["disk"]), (64,))
+        survey = MachineSurvey(torch.device("cpu"), Path(task["disk"]), (64,))
         for each in survey.tasks:
             survey.run(each)
         return survey.profile()

@@ -1,4 +1,4 @@
-"""`trunkline doctor`: a line for each thing, aligned on a terminal, plain elsewhere, JSON for programs; exit codes."""
+"""`trunkline doctor`: a line for each check, aligned on a terminal, plain elsewhere, JSON for programs; exit codes."""
 
 import io
 import json
@@ -14,8 +14,8 @@ from rich.console import Console
 
 from trunkline.cli import app as cli
 from trunkline.cli import doctor
-from trunkline.plan.checks import disk, everything, memory, software
-from trunkline.plan.checks.finding import Finding
+from trunkline.plan.checks import Finding, check_disk, check_software
+from trunkline.plan.checks.examine import examine
 
 THINGS = {
     "Software": ["python", "torch", "transformers", "other packages", "compiler"],
@@ -24,15 +24,15 @@ THINGS = {
     "Disk": ["disk", "disk speed"],
     "Processes": ["ranks", "open files"],
     "Environment": ["environment"],
-    "Optional packages": list(software.OPTIONAL),
+    "Optional packages": list(check_software.OPTIONAL),
 }
-SPEED = disk.DiskSpeed(2e9, 3e9, 2**28)
+SPEED = (2e9, 3e9, 2**28)
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """The disk's speed is known, and this machine has no CUDA device."""
-    monkeypatch.setattr(disk, "measure_disk", lambda folder, nbytes: SPEED)
+    monkeypatch.setattr(check_disk, "measure_disk", lambda folder, nbytes: SPEED)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in list(os.environ):
         if name.startswith(("OMP_", "HF_", "RANK", "WORLD", "LOCAL_")):
@@ -50,14 +50,14 @@ def findings_of(capsys, *arguments: object) -> tuple[int, dict[str, dict]]:
     return code, {finding["name"]: finding for finding in json.loads(out)["findings"]}
 
 
-def test_every_thing_has_its_line_in_its_section(quick, capsys, tmp_path):
+def test_every_check_has_its_line_in_its_section(quick, capsys, tmp_path):
     code, out, err = run(capsys, "--json", "--disk", tmp_path)
     answer = json.loads(out)
     assert (code, err, answer["ok"]) == (0, "", True)
     found: dict[str, list[str]] = {}
     for finding in answer["findings"]:
-        assert list(finding) == ["section", "name", "state", "found", "mend"]
-        assert (finding["mend"] is None) == (finding["state"] == "ok")
+        assert list(finding) == ["section", "name", "state", "found", "fix"]
+        assert (finding["fix"] is None) == (finding["state"] == "ok")
         assert "could not be checked" not in finding["found"]
         found.setdefault(finding["section"], []).append(finding["name"])
     assert found == THINGS
@@ -66,20 +66,20 @@ def test_every_thing_has_its_line_in_its_section(quick, capsys, tmp_path):
 def test_a_gpu_adds_its_lines(quick, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    names = [finding.name for section, finding in everything.examine(Path("/nowhere")) if section == "Devices"]
+    names = [finding.name for section, finding in examine(Path("/nowhere")) if section == "Devices"]
     assert names == [
         "device cuda:0", "device cuda:1", "attention fp32", "attention bf16", "attention fp16", "link cuda:0",
         "link cuda:1", "triton",
     ]  # fmt: skip
 
 
-def test_the_folder_is_the_one_that_is_asked_for(quick, capsys, tmp_path, monkeypatch):
+def test_the_folder_is_the_one_of_the_option(quick, capsys, tmp_path, monkeypatch):
     assert f" in {tmp_path} (" in findings_of(capsys, "--disk", tmp_path)[1]["disk"]["found"]
     monkeypatch.setattr(doctor.tempfile, "gettempdir", lambda: str(tmp_path))
     assert f" in {tmp_path} (" in findings_of(capsys)[1]["disk"]["found"]
 
 
-def test_what_fails_ends_with_1_and_the_rest_is_said(quick, capsys, tmp_path):
+def test_a_failure_exits_with_1_after_all_other_lines(quick, capsys, tmp_path):
     code, found = findings_of(capsys, "--disk", tmp_path / "nowhere")
     assert code == 1
     assert found["disk"]["state"] == "fail"
@@ -87,11 +87,11 @@ def test_what_fails_ends_with_1_and_the_rest_is_said(quick, capsys, tmp_path):
     assert found["host memory"]["state"] in ("ok", "warn")
     code, out, _ = run(capsys, "--disk", tmp_path / "nowhere")
     assert code == 1
-    assert out.splitlines()[-1].endswith("1 fail: this has to be mended before training.")
+    assert out.splitlines()[-1].endswith("1 fail: fix this before training.")
 
 
-def test_warnings_end_with_0(quick, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "measure_disk", lambda folder, nbytes: disk.DiskSpeed(1e6, 1e6, 1))
+def test_warnings_exit_with_0(quick, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(check_disk, "measure_disk", lambda folder, nbytes: (1e6, 1e6, 1))
     code, out, _ = run(capsys, "--disk", tmp_path)
     assert code == 0
     assert "  warn  disk speed      writes 0.00 GB/s" in out
@@ -102,7 +102,7 @@ def test_a_check_that_breaks_down_is_one_line(quick, capsys, tmp_path, monkeypat
     def refuse(*_):
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 
-    monkeypatch.setattr(memory, "swap", refuse)
+    monkeypatch.setattr("psutil.swap_memory", refuse)
     code, found = findings_of(capsys, "--disk", tmp_path)
     assert code == 0
     assert found["swap"]["state"] == "warn"
@@ -110,7 +110,7 @@ def test_a_check_that_breaks_down_is_one_line(quick, capsys, tmp_path, monkeypat
     assert "open files" in found
 
 
-def test_a_pytorch_that_cannot_be_loaded(tmp_path):
+def test_a_broken_pytorch_is_one_failure_among_other_lines(tmp_path):
     code = (
         "import sys\n"
         "class Broken:\n"
@@ -131,7 +131,7 @@ def test_a_pytorch_that_cannot_be_loaded(tmp_path):
     assert "GB/s" in found["disk speed"]["found"]
 
 
-def test_only_the_first_process_of_a_machine_looks(quick, capsys, monkeypatch, tmp_path):
+def test_only_the_first_process_of_a_machine_checks(quick, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run(capsys, "--disk", tmp_path / "nowhere") == (0, "", "")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -156,15 +156,15 @@ def test_columns_on_a_terminal(width):
     assert all(len(line) <= width for line in lines)
     titles = {"Memory", "Disk", "", lines[-1].rstrip()}
     rows = [line.rstrip() for line in lines if line.rstrip() not in titles]
-    for row in rows:  # two columns of room, state, two, name, two, then what was found or how to mend it
+    for row in rows:  # two columns of room, state, two, name, two, then what was found or how to fix it
         assert re.match(r"  (ok  |warn|fail)  (host memory   |locked memory |disk          )  \S|" + " " * 24 + r"\S|"
                         + " " * 26 + r"\S", row), row  # fmt: skip
     words = re.sub(r"\s+", " ", " ".join(rows))
     assert words.count("ulimit -l unlimited") == 9
     assert words.count("and more words") == 8
-    mend = next(i for i, row in enumerate(rows) if row.startswith(" " * 24 + "→ ulimit"))
-    assert rows[mend + 1].startswith(" " * 26 + "ulimit") or rows[mend + 1].startswith(" " * 26)
-    assert lines[-1].rstrip() == "1 ok, 1 warn, 1 fail: this has to be mended before training."
+    fix = next(i for i, row in enumerate(rows) if row.startswith(" " * 24 + "→ ulimit"))
+    assert rows[fix + 1].startswith(" " * 26 + "ulimit") or rows[fix + 1].startswith(" " * 26)
+    assert lines[-1].rstrip() == "1 ok, 1 warn, 1 fail: fix this before training."
 
 
 def test_colours_on_a_terminal():
@@ -178,7 +178,7 @@ def test_plain_lines_elsewhere():
     console = Console(width=40, file=io.StringIO())
     doctor.show(SHOWN, console)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 2 + 1 + 3 + 2 + 2  # titles, room between them, findings, mends, the end
+    assert len(lines) == 2 + 1 + 3 + 2 + 2  # titles, room between them, findings, fixes, the end
     assert lines[1] == "  ok    host memory     22.2 GiB of 23.5 GiB available"
     assert lines[3].strip() == "→ " + ("ulimit -l unlimited " * 9).strip()
 

@@ -1,4 +1,4 @@
-"""`trunkline tune`: a profile that plans find, a picture beside it, and what is said on the way."""
+"""`trunkline tune`: a profile that plans find, a picture beside it, and the text on the way."""
 
 import io
 import os
@@ -13,14 +13,15 @@ from rich.console import Console
 
 from trunkline.cli import app as cli
 from trunkline.cli import tune
-from trunkline.plan import hardware, measure, overheads, own, sweet_spot, tuning
-from trunkline.plan.survey import Survey
+from trunkline.plan import hardware, host_overhead, machine_survey, measurements, sweet_spot
+from trunkline.plan.hardware.hardware_profile import THIS_MACHINE
+from trunkline.plan.machine_survey import MachineSurvey
 
 RANKS = 2
 
 
 class Disk:
-    """A disk of known speed, and an hour of work done beside it."""
+    """Disk of known speed, and a known rate of work beside it."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         pass
@@ -30,14 +31,15 @@ class Disk:
 
 
 def pretend(patch: pytest.MonkeyPatch) -> None:
-    """Every measurement is over at once."""
-    patch.setattr(measure, "matmul", lambda device, dtype, m, n, k: 1e9 * m + 0.123456)
-    patch.setattr(measure, "memory", lambda device, kind, nbytes: 2e10)
-    patch.setattr(measure, "attention", lambda *_, causal: (5e10, 4e10))
-    patch.setattr(measure, "Mover", Disk)
-    patch.setattr(measure, "collective", lambda group, device, nbytes: {"bandwidth": 1.5e9, "latency": 2e-4})
-    patch.setattr(overheads, "kernel_seconds", lambda device: 1e-6)
-    patch.setattr(overheads, "host_seconds", lambda machine, device: machine.kernel_seconds * 7)
+    """Replace every measurement by a known figure."""
+    patch.setattr("trunkline.attention.kernels.processor_has", lambda dtype: True)  # or bf16 has no attention
+    patch.setattr(measurements, "matmul", lambda device, dtype, m, n, k: 1e9 * m + 0.123456)
+    patch.setattr(measurements, "memory", lambda device, kind, nbytes: 2e10)
+    patch.setattr(measurements, "attention", lambda *_, causal: (5e10, 4e10))
+    patch.setattr(measurements, "DiskMover", Disk)
+    patch.setattr(measurements, "collective", lambda group, device, nbytes: {"bandwidth": 1.5e9, "latency": 2e-4})
+    patch.setattr(measurements, "kernel_seconds", lambda device: 1e-6)
+    patch.setattr(host_overhead, "host_seconds", lambda machine, device: machine.kernel_seconds * 7)
 
 
 @pytest.fixture
@@ -57,8 +59,8 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_a_machine_that_was_measured_has_a_name(quick, capsys, tmp_path):
-    assert own.NAME not in hardware.names()
+def test_a_measured_machine_is_a_profile_with_a_name(quick, capsys, tmp_path):
+    assert THIS_MACHINE not in hardware.names()
     with pytest.raises(
         ValueError, match=r"^hardware='this-machine': .* not been measured yet .*: run `trunkline tune`"
     ):
@@ -66,7 +68,7 @@ def test_a_machine_that_was_measured_has_a_name(quick, capsys, tmp_path):
 
     code, out, err = run(capsys, "--device", "cpu", "--disk", tmp_path)
     assert (code, err) == (0, "")
-    assert hardware.names()[-1] == own.NAME
+    assert hardware.names()[-1] == THIS_MACHINE
     assert sorted(path.name for path in (tmp_path / "config/trunkline").iterdir()) == [
         "this-machine-sweet-spot.png", "this-machine.toml",
     ]  # fmt: skip
@@ -75,14 +77,14 @@ def test_a_machine_that_was_measured_has_a_name(quick, capsys, tmp_path):
     machine = hardware.load("this-machine")
     assert (machine.name, machine.device_type, machine.devices_per_node) == ("this-machine", "cpu", 1)
     assert (machine.intra, machine.inter, machine.link) == (None, None, None)
-    assert machine.disk == hardware.Disk(read=3e9, write=2e9, both_read=3e9, both_write=2e9)
+    assert machine.disk.model_dump() == {"read": 3e9, "write": 2e9, "both_read": 3e9, "both_write": 2e9}
     assert machine.interference["fetch"] == pytest.approx(0.1)
     assert (machine.kernel_seconds, machine.host_seconds) == (1e-6, 7e-6)
     assert machine.attention_rate("backward", torch.float32, 128, 4_096, 4_096, causal=True) == 4e10
     # The peak is the fastest product; no figure has more digits than it is worth.
     largest = max(row[-1] for row in machine.figures["matmul"]["fp32"]["points"])
-    assert machine.peak(torch.float32) == largest
-    assert largest == 1e9 * max(tuning.MATMUL)
+    assert machine.peak_rate(torch.float32) == largest
+    assert largest == 1e9 * max(machine_survey.MATMUL)
     assert all("measured" in source for _, source, _ in machine.sources())
 
     over = tmp_path / "mine.toml"
@@ -90,7 +92,7 @@ def test_a_machine_that_was_measured_has_a_name(quick, capsys, tmp_path):
     assert hardware.load(str(over)).kernel_seconds == 1e-6
 
 
-def test_what_was_found_is_said(quick, capsys):
+def test_the_figures_are_printed(quick, capsys):
     _, out, _ = run(capsys, "--output", "here.toml", "--head-dims", "64", "--device", "cpu")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
@@ -100,7 +102,7 @@ def test_what_was_found_is_said(quick, capsys):
         "copy 20 GB/s 20 GB/s",
         "disk to host memory 3 GB/s 3 GB/s",
         "host memory to disk 2 GB/s 2 GB/s",
-        "within a node not measured: torchrun --nproc-per-node N -m trunkline tune does",
+        "within a node not measured: torchrun --nproc-per-node N -m trunkline tune measures them",
         "least time on the device 1 µs",
         "time of the host to issue it 7 µs",
         "Keys and values of Llama-3-8B from disk, while attention computes",
@@ -116,15 +118,15 @@ def test_what_was_found_is_said(quick, capsys):
     assert "\x1b" not in out
 
 
-def test_on_a_terminal_a_bar_says_how_far_it_is(quick, monkeypatch):
+def test_a_terminal_shows_a_progress_bar(quick, monkeypatch):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=100)
-    survey = Survey(torch.device("cpu"), Path.cwd(), (64,))
+    survey = MachineSurvey(torch.device("cpu"), Path.cwd(), (64,))
     tune._measure(survey, terminal)
     count = len(survey.tasks)
     assert f"{count}/{count}" in written.getvalue()
     for task in survey.tasks:
-        assert f"  {task.name} " in written.getvalue()
+        assert f"  {task} " in written.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_on_a_terminal_a_bar_says_how_far_it_is(quick, monkeypatch):
         (["--hardware", "this-machine"], "run `trunkline tune` first"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_measured(quick, capsys, monkeypatch, arguments, message):
+def test_wrong_options_are_refused_before_anything_is_measured(quick, capsys, monkeypatch, arguments, message):
     monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measured"))
     Path("TAKEN.toml").mkdir()
     code, out, err = run(capsys, *arguments)
@@ -160,7 +162,7 @@ def test_a_known_profile_is_drawn_without_measuring(quick, capsys, monkeypatch, 
     assert Path("folder/x.png").is_file()
 
 
-def test_without_matplotlib_the_profile_is_there_all_the_same(quick, capsys, monkeypatch):
+def test_without_matplotlib_the_profile_is_still_written(quick, capsys, monkeypatch):
     monkeypatch.setattr(sweet_spot, "can_draw", lambda: False)
     code, out, _ = run(capsys)
     assert code == 0
@@ -179,17 +181,17 @@ def test_a_profile_is_replaced_as_a_whole_or_not_at_all(quick, capsys, monkeypat
     def stop(device: torch.device) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(overheads, "kernel_seconds", stop)
+    monkeypatch.setattr(measurements, "kernel_seconds", stop)
     code, _, err = run(capsys, "--output", "here.toml")
     assert (code, err) == (130, "Interrupted; nothing was written.\n")
     assert Path("here.toml").read_text() == before
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["here-sweet-spot.png", "here.toml"]
 
 
-def test_a_real_machine(monkeypatch, capsys, tmp_path):
-    """Everything is really measured, at few sizes."""
+def test_a_real_machine_is_measured(monkeypatch, capsys, tmp_path):
+    """Measure this machine, at few sizes."""
     for name, sizes in (("MATMUL", (64, 128)), ("MEMORY", (2**16, 2**22)), ("ATTENTION", ((128, 128), (128, 256)))):
-        monkeypatch.setattr(tuning, name, sizes)
+        monkeypatch.setattr(machine_survey, name, sizes)
     path = tmp_path / "here.toml"
     code, _, err = run(capsys, "--output", path, "--disk", tmp_path, "--head-dims", "32", "--device", "cpu")
     assert (code, err) == (0, "")
@@ -220,7 +222,7 @@ def test_ranks_measure_together_and_the_first_writes(tmp_path):
     machine = hardware.parse(text)
     assert machine.devices_per_node == RANKS
     assert machine.memory_bytes == machine.host_bytes // RANKS
-    assert machine.intra == hardware.Collective(bandwidth=1.5e9, latency=2e-4)
+    assert machine.intra.model_dump() == {"bandwidth": 1.5e9, "latency": 2e-4}
     assert machine.inter is None
     # What the node has is what its ranks had at the same time.
     assert (machine.disk.read, machine.host_bandwidth) == (3e9 * RANKS, 2e10 * RANKS)
@@ -230,7 +232,9 @@ def fails_on_the_second(folder: str) -> tuple[int, str]:
     patch = pytest.MonkeyPatch()
     pretend(patch)
     if os.environ["RANK"] == "1":
-        patch.setattr(measure, "matmul", lambda *_: (_ for _ in ()).throw(ValueError("this rank has no such speed")))
+        patch.setattr(
+            measurements, "matmul", lambda *_: (_ for _ in ()).throw(ValueError("this rank has no such speed"))
+        )
     sys.stderr = written = io.StringIO()
     return cli.run(["tune", "--output", f"{folder}/here.toml"]), written.getvalue()
 

@@ -6,27 +6,26 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from trunkline.cli.options import command
 
 if TYPE_CHECKING:
-    from trunkline.plan.checks.finding import Finding, State
+    from trunkline.plan.checks import Finding, State
 
     Findings = Sequence[tuple[str, Finding]]
 
 _STYLES: dict[State, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _NAME = 14  # columns of a name; a device with a number of two digits
-_INDENT = 2 + 4 + 2 + _NAME + 2
 
 
 @command(epilog="docs/doctor.md explains each line. Exit code: 1 if a check fails, else 0.")
@@ -38,85 +37,56 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> int:
     """Check everything that training depends on, and say how to fix problems."""
-    from trunkline.plan.checks.everything import examine
+    from trunkline.plan.checks.examine import examine
 
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return 0  # the first process of each machine examines it, undisturbed
+        return 0  # the first process of each machine checks it, undisturbed
     console = Console()
-    with _waiting(console, not as_json):
+    waits = console.is_terminal and not as_json
+    with console.status("Looking at this machine …") if waits else contextlib.nullcontext():
         findings = list(examine(Path(tempfile.gettempdir()) if disk is None else disk))
+    ok = all(finding.state != "fail" for _, finding in findings)
     if as_json:
-        print(as_text(findings))
+        content = {"ok": ok, "findings": [{"section": title, **asdict(finding)} for title, finding in findings]}
+        print(json.dumps(content, indent=2, ensure_ascii=False))
     else:
         show(findings, console)
-    return 1 if any(finding.state == "fail" for _, finding in findings) else 0
-
-
-def as_text(findings: Findings) -> str:
-    """JSON of the findings: `{"ok": …, "findings": [{"section", "name", "state", "found", "mend"}, …]}`."""
-    content = {
-        "ok": all(finding.state != "fail" for _, finding in findings),
-        "findings": [{"section": section, **asdict(finding)} for section, finding in findings],
-    }
-    return json.dumps(content, indent=2, ensure_ascii=False)
+    return 0 if ok else 1
 
 
 def show(findings: Findings, console: Console) -> None:
-    """Print findings: aligned and coloured on a terminal, otherwise a line for each and one for each mend.
+    """Print findings: aligned and coloured on a terminal, otherwise a line for each finding and for each fix.
 
     Args:
         findings: each with the title of its section.
         console: where.
     """
-    last = None
-    for section, finding in findings:
-        if section != last:
-            if last is not None:
-                console.print()
-            console.print(Text(section, style="bold"))
-            last = section
+    last = ""
+    for title, finding in findings:
+        if title != last:
+            console.print(Text(f"\n{title}" if last else title, style="bold"))
+            last = title
         if console.is_terminal:
             console.print(_row(finding))
         else:
-            for line in _lines(finding):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    console.print(summary([finding for _, finding in findings]), highlight=False, soft_wrap=True, style="bold")
+            lines = [f"  {finding.state:<4}  {finding.name:<{_NAME}}  {finding.found}"]
+            lines += [f"{'':{_NAME + 10}}→ {finding.fix}"] if finding.fix else []
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    counts = Counter(finding.state for _, finding in findings)
+    text = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
+    end = "fix this before training" if counts["fail"] else "ready to train"
+    console.print(f"\n{text}: {end}.", highlight=False, soft_wrap=True, style="bold")
 
 
-def summary(findings: Sequence[Finding]) -> str:
-    """The closing line."""
-    counts = {state: sum(finding.state == state for finding in findings) for state in _STYLES}
-    text = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-    return f"{text}: {'this has to be mended before training' if counts['fail'] else 'ready to train'}."
-
-
-def _row(finding: Finding) -> RenderableType:
-    """A finding in columns; what does not fit goes on below its own column, and so does the mend."""
+def _row(finding: Finding) -> Table:
+    """Return a finding in columns; long text goes on below its own column, and so does the fix."""
+    style = _STYLES[finding.state]
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(width=4, no_wrap=True)
-    table.add_column(width=_NAME, no_wrap=True)
-    table.add_column(overflow="fold")
-    colour = _STYLES[finding.state]
-    table.add_row(Text(finding.state, style=colour), Text(finding.name), Text(finding.found))
-    if finding.mend is not None:
-        mend = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-        mend.add_row(Text("→", style=colour), Text(finding.mend, overflow="fold"))
-        table.add_row("", "", mend)
-    return Padding(table, (0, 0, 0, 2))
-
-
-def _lines(finding: Finding) -> Iterator[str]:
-    yield f"  {finding.state:<4}  {finding.name:<{_NAME}}  {finding.found}"
-    if finding.mend is not None:
-        yield f"{'':{_INDENT}}→ {finding.mend}"
-
-
-@contextlib.contextmanager
-def _waiting(console: Console, wanted: bool) -> Iterator[None]:
-    """Show that something goes on, on a terminal."""
-    if wanted and console.is_terminal:
-        with console.status("Looking at this machine …"):
-            yield
-    else:
-        yield
+    for width in (0, 4, _NAME, None):
+        table.add_column(width=width, overflow="fold")
+    table.add_row("", Text(finding.state, style=style), finding.name, Text(finding.found))
+    if finding.fix:
+        fix = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+        fix.add_row(Text("→", style=style), Text(finding.fix, overflow="fold"))
+        table.add_row("", "", "", fix)
+    return table

@@ -2,69 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import get_args
 
-from trunkline.plan.figures import DIRECTIONS, MEMORY_KINDS
-from trunkline.plan.hardware import Collective, Hardware
+from trunkline.plan.hardware import Hardware
+from trunkline.plan.hardware.interpolation import AttentionSamples, RateSamples
+from trunkline.plan.hardware.profile_schema import Dtype, MemoryKind
 
-_DTYPES = ("bf16", "fp32")
-_NAME, _CELL = 34, 16
-
-
-def hardware_lines(machine: Hardware) -> list[str]:
-    """Return a profile's figures as lines of aligned text."""
-    lines = ["", _line("Compute, at its fastest", *_DTYPES)]
-    lines += [_line(f"  {name}", *cells) for name, cells in _compute(machine.figures)]
-    lines += ["", _line("Memory, by operation", "fastest", "large")]
-    for kind in MEMORY_KINDS:
-        rows = sorted(machine.figures["memory"][kind]["points"])
-        lines.append(_line(f"  {kind}", _rate(max(rate for _, rate in rows)), _rate(rows[-1][1])))
-    lines += ["", _line("Moves", "one way", "both at once")]
-    lines += [_line(f"  {name}", _rate(alone), _rate(both)) for name, alone, both in _moves(machine)]
-    lines += ["", "Collectives"]
-    lines += [f"  {name:<16}{_collective(each, command)}" for name, each, command in (
-        ("within a node", machine.intra, "torchrun --nproc-per-node N -m trunkline tune does"),
-        ("between nodes", machine.inter, "torchrun over several nodes does"),
-    )]  # fmt: skip
-    lines += ["", "An operator"]
-    lines.append(_line("  least time on the device", _seconds(machine.kernel_seconds)))
-    lines.append(_line("  time of the host to issue it", _seconds(machine.host_seconds)))
-    return lines
+_DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 
 
-def _compute(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield names and cells of matrix products and attention."""
-    yield "matrix products", [_fastest(figures["matmul"].get(dtype)) for dtype in _DTYPES]
-    attention = figures["attention"]
-    tables = attention[attention["default"]]
-    dims = {int(dim) for direction in DIRECTIONS for table in tables[direction].values() for dim in table}
-    for dim in sorted(dims):
-        for direction in DIRECTIONS:
-            cells = [_fastest(tables[direction].get(dtype, {}).get(str(dim))) for dtype in _DTYPES]
-            yield f"attention {direction}, head dim {dim}", cells
-
-
-def _moves(machine: Hardware) -> Iterator[tuple[str, float, float]]:
+def hardware_lines(machine: Hardware) -> Iterator[str]:
+    """Yield a profile's figures as lines of aligned text."""
+    yield from ("", _line("Compute, at its fastest", *_DTYPES))
+    yield _line("  matrix products", *(_fastest(machine.matmul.get(dtype)) for dtype in _DTYPES))
+    tables = machine.attention.kernels[machine.attention_kernel]
+    for dim in sorted({dim for dims in tables.forward.values() for dim in dims}):
+        for direction, table in (("forward", tables.forward), ("backward", tables.backward)):
+            cells = [_fastest(table.get(dtype, {}).get(dim)) for dtype in _DTYPES]
+            yield _line(f"  attention {direction}, head dim {dim}", *cells)
+    yield from ("", _line("Memory, by operation", "fastest", "large"))
+    for kind in get_args(MemoryKind):
+        curve = machine.memory[kind]
+        yield _line(f"  {kind}", _rate(curve.fastest), _rate(curve.at_largest))
+    yield from ("", _line("Moves", "one way", "both at once"))
     link, disk = machine.link, machine.disk
     if link is not None:
-        yield "host memory to device", link.to_device, link.both_to_device
-        yield "device to host memory", link.to_host, link.both_to_host
-    yield "disk to host memory", disk.read, disk.both_read
-    yield "host memory to disk", disk.write, disk.both_write
+        yield _line("  host memory to device", _rate(link.to_device), _rate(link.both_to_device))
+        yield _line("  device to host memory", _rate(link.to_host), _rate(link.both_to_host))
+    yield _line("  disk to host memory", _rate(disk.read), _rate(disk.both_read))
+    yield _line("  host memory to disk", _rate(disk.write), _rate(disk.both_write))
+    yield from ("", "Collectives")
+    for scope, collective, command in (
+        ("within a node", machine.intra, "torchrun --nproc-per-node N -m trunkline tune measures them"),
+        ("between nodes", machine.inter, "torchrun over several nodes measures them"),
+    ):
+        text = f"not measured: {command}"
+        if collective is not None:
+            text = f"{_rate(collective.bandwidth)} a device, the smallest takes {_seconds(collective.latency)}"
+        yield f"  {scope:<16}{text}"
+    yield from ("", "An operator", _line("  least time on the device", _seconds(machine.kernel_seconds)))
+    yield _line("  time of the host to issue it", _seconds(machine.host_seconds))
 
 
-def _collective(measured: Collective | None, command: str) -> str:
-    if measured is None:
-        return f"not measured: {command}"
-    return f"{_rate(measured.bandwidth)} a device, the smallest takes {_seconds(measured.latency)}"
+def _line(name: str, *cells: str) -> str:
+    return f"{name:<34}{''.join(f'{cell:>16}' for cell in cells)}"
 
 
-def _fastest(entry: Mapping[str, Sequence[Sequence[float]]] | None) -> str:
-    if entry is None:
+def _fastest(samples: RateSamples | AttentionSamples | None) -> str:
+    if samples is None:
         return "-"
-    rate = max(row[-1] for row in entry["points"])
-    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+    return (
+        f"{samples.fastest / 1e12:.3g} TFLOP/s" if samples.fastest >= 1e12 else f"{samples.fastest / 1e9:.3g} GFLOP/s"
+    )
 
 
 def _rate(nbytes: float) -> str:
@@ -73,7 +63,3 @@ def _rate(nbytes: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def _line(name: str, *cells: str) -> str:
-    return f"{name:<{_NAME}}{''.join(f'{cell:>{_CELL}}' for cell in cells)}"

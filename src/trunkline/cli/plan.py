@@ -195,7 +195,10 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     mfu = "MFU not countable"
     if step.mfu is not None:
         mfu = f"MFU {step.mfu:.1%} (recomputation counted: {step.hardware_utilisation:.1%})"
-    say(f"{model} on {cluster.devices} x {cluster.hardware.title}, attention {cluster.hardware.attention}", "bold")
+    say(
+        f"{model} on {cluster.devices} x {cluster.hardware.title}, attention {cluster.hardware.attention_kernel}",
+        "bold",
+    )
     say(f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}", "green")
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
     say(f"with: {plan.candidate}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from trunkline.cli.options import command, short_path
 
 if TYPE_CHECKING:
-    import torch
-
     from trunkline.plan.hardware import Hardware
-    from trunkline.plan.survey import Survey
-    from trunkline.plan.sweet_spot import Pair
+    from trunkline.plan.machine_survey import MachineSurvey
+    from trunkline.plan.sweet_spot import ChunkPair
 
 _PATIENCE = timedelta(minutes=30)  # the longest that a rank may be behind another
 
@@ -60,27 +60,31 @@ def _tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -
 
     from trunkline.distributed import failure
     from trunkline.distributed.mesh import init_mesh
-    from trunkline.plan import own, tuning
     from trunkline.plan.hardware import Hardware, to_toml
-    from trunkline.plan.survey import Survey
+    from trunkline.plan.hardware.hardware_profile import THIS_MACHINE, this_machine_path
+    from trunkline.plan.machine_survey import MachineSurvey
+    from trunkline.train.models import resolve_device
 
-    path = own.path() if output is None else output
+    path, name = (this_machine_path(), THIS_MACHINE) if output is None else (output, output.stem)
     dims = _head_dims(head_dims)
-    kind = _device(device)
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: give auto, cpu or cuda.")
+    measured_device = resolve_device(device)
     _check_output(path, ".toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         failure.heed_termination()
-        init_mesh(device_type=kind.type, timeout=_PATIENCE)
+        init_mesh(device_type=measured_device.type, timeout=_PATIENCE)
     with failure.guard() if failure.in_job() else contextlib.nullcontext():
         is_main = not failure.in_job() or dist.get_rank() == 0
         console = Console(quiet=not is_main)
-        survey = Survey(kind, disk or tuning.default_folder(), dims)
+        survey = MachineSurvey(measured_device, disk or Path(tempfile.gettempdir()), dims)
         _measure(survey, console)
         if is_main:
             figures = survey.profile()
-            measured = Hardware.from_figures(figures, name=own.NAME if output is None else path.stem)
+            machine = Hardware.from_figures(figures, name=name)
             _write(to_toml(figures), path)
-            _show(measured, path, console)
+            devices = machine.devices_per_node if failure.in_job() else 1
+            _show(machine, path, name if output is None else str(path), devices, console)
         if failure.in_job():
             dist.barrier()  # rank 0 may still fail, and the others must learn of it
     if failure.in_job():
@@ -91,61 +95,55 @@ def _draw(name: str, output: Path | None) -> None:
     """Draw the sweet spot of a profile, given by its name or file, and print it in words."""
     from trunkline.plan import hardware, sweet_spot
 
-    known = hardware.load(name)
-    path = _picture(Path(f"{known.name}.toml")) if output is None else output
+    machine = hardware.load(name)
+    path = Path(f"{machine.name}-sweet-spot.png") if output is None else output
     _check_output(path, ".png")
     console = Console()
-    pairs = sweet_spot.sweet_spot(known)
-    _say(console, [known.title, *_hidden(pairs, known)])
-    sweet_spot.draw(pairs, known, path)
-    _say(console, ["", f"Drew {short_path(path)}"])
+    pairs = sweet_spot.sweet_spot(machine)
+    _say(console, machine.title, *_crossings(pairs, machine))
+    sweet_spot.draw(pairs, machine, path)
+    _say(console, "", f"Drew {short_path(path)}")
 
 
-def _measure(survey: Survey, console: Console) -> None:
+def _measure(survey: MachineSurvey, console: Console) -> None:
     """Run all measurements, with a line for each; on a terminal with a bar below them."""
-    width = max(len(task.name) for task in survey.tasks)
+    width = max(map(len, survey.tasks))
     columns = (SpinnerColumn(), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip
-    _say(console, ["Measuring this machine; other programs that are busy now make it look slower."])
+    _say(console, "Measuring this machine; other programs that are busy now make it look slower.")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(survey.tasks))
         for task in survey.tasks:
-            progress.update(bar, description=task.name)
+            progress.update(bar, description=task)
             start = time.perf_counter()
             survey.run(task)
             progress.advance(bar)
-            _say(console, [f"  {task.name:<{width}}  {time.perf_counter() - start:6.1f} s"])
+            _say(console, f"  {task:<{width}}  {time.perf_counter() - start:6.1f} s")
 
 
-def _show(measured: Hardware, path: Path, console: Console) -> None:
+def _show(machine: Hardware, path: Path, name: str, devices: int, console: Console) -> None:
     """Print the profile and the paths of the files, and draw the sweet spot beside the profile."""
     from trunkline.cli.hardware_table import hardware_lines
-    from trunkline.distributed import failure
-    from trunkline.plan import own, sweet_spot
-
-    devices = measured.devices_per_node if failure.in_job() else 1
-    pairs = sweet_spot.sweet_spot(measured, devices=devices)
-    _say(console, ["", measured.title, *hardware_lines(measured), *_hidden(pairs, measured), ""])
-    name = own.NAME if measured.name == own.NAME else str(path)
-    _say(console, [f"Wrote {short_path(path)}: plans take it as hardware={name!r}."])
-    picture = _picture(path)
-    if sweet_spot.can_draw():
-        sweet_spot.draw(pairs, measured, picture, devices=devices)
-        _say(console, [f"Drew {short_path(picture)}"])
-    else:
-        _say(console, [
-            "No picture: matplotlib is not installed. pip install 'trunkline[report]', then trunkline tune "
-            f"--hardware {name} draws it."
-        ])  # fmt: skip
-
-
-def _hidden(pairs: dict[str, Pair], machine: Hardware) -> list[str]:
-    """Return lines that say from which chunk size on attention hides the moves."""
     from trunkline.plan import sweet_spot
 
-    source = sweet_spot.route(machine)
-    lines = [f"  {pair.direction:<10}{sweet_spot.in_words(pair)}" for pair in pairs.values()]
-    return ["", f"Keys and values of {sweet_spot.Shape().name} from {source}, while attention computes", *lines]
+    pairs = sweet_spot.sweet_spot(machine, devices=devices)
+    _say(console, "", machine.title, *hardware_lines(machine), *_crossings(pairs, machine), "")
+    _say(console, f"Wrote {short_path(path)}: plans take it as hardware={name!r}.")
+    picture = path.with_name(f"{path.stem}-sweet-spot.png")
+    if sweet_spot.can_draw():
+        sweet_spot.draw(pairs, machine, picture, devices=devices)
+        _say(console, f"Drew {short_path(picture)}")
+    else:
+        _say(console, "No picture: matplotlib is not installed. pip install 'trunkline[report]', then trunkline tune "
+             f"--hardware {name} draws it.")  # fmt: skip
+
+
+def _crossings(pairs: dict[str, ChunkPair], machine: Hardware) -> Iterator[str]:
+    """Yield lines that say from which chunk size on attention hides the moves."""
+    from trunkline.plan.sweet_spot import LLAMA_3_8B, in_words, route
+
+    yield from ("", f"Keys and values of {LLAMA_3_8B.name} from {route(machine)}, while attention computes")
+    yield from (f"  {pair.direction:<10}{in_words(pair)}" for pair in pairs.values())
 
 
 def _head_dims(text: str) -> list[int]:
@@ -153,14 +151,6 @@ def _head_dims(text: str) -> list[int]:
     if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         raise ValueError(f"--head-dims {text}: give head dims of models with commas between them, such as 64,128.")
     return sorted({int(part) for part in parts})
-
-
-def _device(name: str) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {name}: give auto, cpu or cuda.")
-    from trunkline.train.models import resolve_device
-
-    return resolve_device(name)
 
 
 def _check_output(path: Path, ending: str) -> None:
@@ -182,11 +172,7 @@ def _write(text: str, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _picture(profile: Path) -> Path:
-    return profile.with_name(f"{profile.stem}-sweet-spot.png")
-
-
-def _say(console: Console, lines: list[str]) -> None:
+def _say(console: Console, *lines: str) -> None:
     # Not wrapped and not marked up: these lines are read by programs too.
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -38,13 +38,12 @@ from trunkline.offload.stores import Tiers
 from trunkline.plan import representative_layers, simulated_tp
 from trunkline.plan.cost_model import CostModel
 from trunkline.plan.device_memory import DeviceMemory, MemoryTally
-from trunkline.plan.hardware import Hardware
+from trunkline.plan.hardware import Hardware, speeds_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, ModelStates, model_states_of
 from trunkline.plan.op_tracer import OpTracer
 from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, link
 from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
-from trunkline.plan.speeds import speeds_of
 from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
 from trunkline.units import TIERS, TierName, format_bytes
 
@@ -425,7 +424,7 @@ class Estimator:
             model_flops=flops if backward or flops is None else flops // 3,
             hardware_flops=int(numbers["flops"]) * devices,
             operators=int(numbers["operators"]),
-            peak_flops=self._hardware.peak(self._meta_model.get_input_embeddings().weight.dtype),
+            peak_flops=self._hardware.peak_rate(self._meta_model.get_input_embeddings().weight.dtype),
             memory={tier: course.memory[tier] for tier in TIERS} if self._timeline else {},
             lanes=course.lanes if self._timeline else {},
         )

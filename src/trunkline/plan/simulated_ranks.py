@@ -14,7 +14,7 @@ from trunkline.distributed.mesh import ParallelDims
 from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.offload.lanes.base import LaneTraffic
 from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
-from trunkline.plan.hardware import Collective, Hardware, NoFigures
+from trunkline.plan.hardware import CollectiveFigures, Hardware, NoFigures
 
 COMM = "comm"  # the lane, and the queue of the clock
 
@@ -30,7 +30,7 @@ class CollectiveLink:
     """
 
     size: int
-    collective: Collective | None
+    collective: CollectiveFigures | None
     clock: SimClock | None
 
     def send(self, nbytes: int, label: str) -> QueuedWork | None:

@@ -1,9 +1,9 @@
-"""The sweet spot of chunks: from which size on attention takes longer than the moves that it hides.
+"""Sweet spot of chunks: the size from which on attention takes longer than the moves that it hides.
 
-Where keys and values do not fit on the device, attention of a chunk of queries meets one chunk of keys and values after
-another, and while it is busy with one the next is fetched. Attention grows with the square of the chunk, moves with its
-length: below some size compute waits, above it the moves cost nothing (FPDT, arXiv 2408.16978). All seconds are those
-that a rehearsal would give the same work.
+Where keys and values do not fit on the device, attention of a chunk of queries takes one chunk of keys and values after
+another, and the next is fetched meanwhile. Attention grows with the square of the chunk, moves with its length: below
+some size compute waits, above it the moves cost nothing (FPDT, arXiv 2408.16978). All seconds are those of an estimate
+of the same work.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from trunkline.attention.meta_kernel import Attended
 from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.cost_model import CostModel
-from trunkline.plan.hardware import Hardware
-from trunkline.plan.rates import Direction
-from trunkline.plan.speeds import speeds_of
+from trunkline.plan.hardware import Hardware, speeds_of
+from trunkline.plan.hardware.profile_schema import Direction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ _SUM_BYTES = 4  # an element of the sums of dk and dv, which are fp32
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttentionShape:
     """Attention of a model's layer, as one device has it.
 
     Attributes:
@@ -52,20 +52,19 @@ class Shape:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
 
-    def elements(self, tokens: int) -> int:
-        """Of the keys and the values of so many tokens."""
-        return 2 * self.kv_heads * self.head_dim * tokens
+
+LLAMA_3_8B = AttentionShape()
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One chunk of queries against one chunk of keys and values, over sizes of chunks.
+class ChunkPair:
+    """Seconds of one chunk of queries against one chunk of keys and values, over chunk sizes.
 
     Attributes:
         direction: forward or backward.
         sizes: tokens of a chunk, rising.
-        attention: seconds that compute takes, at each size.
-        moves: seconds that what it needs takes to come, and what it made to leave; at each size.
+        attention: seconds of compute, at each size.
+        moves: seconds until its inputs have come and its results have left, at each size.
     """
 
     direction: Direction
@@ -75,10 +74,9 @@ class Pair:
 
     @property
     def crossing(self) -> float:
-        """Tokens of the smallest chunk from which on attention hides the moves.
+        """Tokens of the smallest chunk from which on attention hides the moves: 0 for every size, infinity for none.
 
-        Between two sizes a straight line of logarithms. It is 0 where even the smallest chunk hides them, infinity
-        where the largest does not.
+        Between two sizes a straight line of logarithms.
         """
         gaps = [math.log(work / move) for work, move in zip(self.attention, self.moves, strict=True)]
         short = [i for i, gap in enumerate(gaps) if gap < 0]
@@ -92,35 +90,38 @@ class Pair:
         return float(low * (high / low) ** share)
 
 
-def bytes_of(direction: Direction, shape: Shape, tokens: int) -> tuple[int, int]:
-    """Bytes that a chunk of keys and values moves for each chunk of queries: those fetched, and those written back.
+def bytes_of(direction: Direction, shape: AttentionShape, tokens: int) -> tuple[int, int]:
+    """Return the bytes that a chunk of keys and values moves for each chunk of queries: fetched, and written back.
 
     Forward fetches k and v. Backward fetches k, v and the fp32 sums of dk and dv, and writes the sums back.
     """
-    given, sums = shape.elements(tokens) * shape.dtype.itemsize, shape.elements(tokens) * _SUM_BYTES
-    return (given, 0) if direction == "forward" else (given + sums, sums)
+    elements = 2 * shape.kv_heads * shape.head_dim * tokens
+    kv, sums = elements * shape.dtype.itemsize, elements * _SUM_BYTES
+    return (kv, 0) if direction == "forward" else (kv + sums, sums)
 
 
-def attention_seconds(direction: Direction, shape: Shape, hardware: Hardware, tokens: int) -> float:
-    """Seconds of attention of a chunk of queries against another chunk, which it sees all of.
+def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Hardware, tokens: int) -> float:
+    """Return seconds of attention of a chunk of queries against another chunk, all pairs of them.
 
     Raises:
         ValueError: the profile has no figures of attention in the dtype.
     """
     dtype = shape.dtype
     if hardware.device_type == "cpu" and not hardware.has_attention(dtype):
-        dtype = torch.float32  # what half dtypes are computed in where the processor lacks instructions for them
+        dtype = torch.float32  # half dtypes are computed in it where the processor lacks instructions for them
     call = Attended(
         direction, "flash", dtype, 1, shape.heads, shape.kv_heads, tokens, tokens, shape.head_dim, shape.head_dim, False
     )
     return CostModel(hardware).attention_cost(call).seconds
 
 
-def move_seconds(direction: Direction, shape: Shape, hardware: Hardware, tokens: int, devices: int = 1) -> float:
-    """Seconds until a chunk of keys and values is there, and the sums of the one before are written.
+def move_seconds(
+    direction: Direction, shape: AttentionShape, hardware: Hardware, tokens: int, devices: int = 1
+) -> float:
+    """Return seconds until a chunk of keys and values is there, and the sums of the one before are written.
 
-    Over the link to host memory, or from and to the disk where host memory is the device. Both ways at once share what
-    the link can carry.
+    Over the link to host memory, or from and to the disk where host memory is the device. Both ways at once share the
+    link.
 
     Args:
         direction: of attention.
@@ -141,22 +142,21 @@ def move_seconds(direction: Direction, shape: Shape, hardware: Hardware, tokens:
 
 
 def sweet_spot(
-    hardware: Hardware, shape: Shape | None = None, *, sizes: Sequence[int] = SIZES, devices: int = 1
-) -> dict[str, Pair]:
-    """Attention and its moves over sizes of chunks, forward and backward.
+    hardware: Hardware, shape: AttentionShape = LLAMA_3_8B, *, sizes: Sequence[int] = SIZES, devices: int = 1
+) -> dict[str, ChunkPair]:
+    """Return attention and its moves over chunk sizes, forward and backward.
 
     Args:
         hardware: the machine.
-        shape: of a model's layer on one device; None is Llama-3-8B's, whole.
+        shape: of a model's layer on one device.
         sizes: tokens of chunks, rising.
         devices: see `move_seconds`.
 
     Raises:
         ValueError: the profile has no figures of attention in the dtype.
     """
-    shape = shape or Shape()
     return {
-        direction: Pair(
+        direction: ChunkPair(
             direction,
             tuple(sizes),
             tuple(attention_seconds(direction, shape, hardware, tokens) for tokens in sizes),
@@ -166,8 +166,8 @@ def sweet_spot(
     }
 
 
-def in_words(pair: Pair) -> str:
-    """From which size of chunks on a pair's moves are hidden."""
+def in_words(pair: ChunkPair) -> str:
+    """Return from which chunk size on a pair's moves are hidden, as text."""
     crossing = pair.crossing
     if crossing == 0:
         return f"hidden at every size from {_tokens(pair.sizes[0])} tokens"
@@ -177,26 +177,26 @@ def in_words(pair: Pair) -> str:
 
 
 def route(hardware: Hardware) -> str:
-    """Where keys and values come from on a machine."""
+    """Return the place that keys and values come from on a machine, as text."""
     return "disk" if hardware.link is None else "host memory"
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw(
-    pairs: dict[str, Pair], hardware: Hardware, path: Path, shape: Shape | None = None, *, devices: int = 1
+    pairs: dict[str, ChunkPair], hardware: Hardware, path: Path, shape: AttentionShape = LLAMA_3_8B, *, devices: int = 1
 ) -> None:
     """Draw attention and its moves, forward beside backward, as a PNG.
 
     Args:
-        pairs: what `sweet_spot` gave.
-        hardware: the machine they are of.
+        pairs: from `sweet_spot`.
+        hardware: the machine of the pairs.
         path: of the picture.
-        shape: the one they are of; None is Llama-3-8B's.
-        devices: that were meant.
+        shape: of the pairs.
+        devices: of the pairs.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -206,7 +206,6 @@ def draw(
     # Without pyplot there is no global state, and no window system is looked for.
     from matplotlib.figure import Figure
 
-    shape = shape or Shape()
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     dtype = str(shape.dtype).removeprefix("torch.")
     at_once = f"; {devices} devices of a node at once" if devices > 1 else ""
@@ -227,7 +226,7 @@ _MOVES = {
 }
 
 
-def _draw_pair(axes: Axes, pair: Pair, source: str) -> None:
+def _draw_pair(axes: Axes, pair: ChunkPair, source: str) -> None:
     from matplotlib.ticker import EngFormatter
 
     below_a_second = EngFormatter("s")
@@ -240,7 +239,8 @@ def _draw_pair(axes: Axes, pair: Pair, source: str) -> None:
         axes.axvspan(low, min(crossing, high), color="#c64f00", alpha=0.08, linewidth=0)
     if 0 < crossing < math.inf:
         axes.axvline(crossing, color="#1b1f24", linewidth=0.8, linestyle=":")
-        axes.plot(crossing, _between(pair, crossing), marker="o", markersize=9, color="#1b1f24", fillstyle="none")
+        seconds = np.exp(np.interp(math.log(crossing), np.log(pair.sizes), np.log(pair.attention)))
+        axes.plot(crossing, seconds, marker="o", markersize=9, color="#1b1f24", fillstyle="none")
     axes.set_title(f"{pair.direction}: moves {in_words(pair)}", fontsize=10)
     axes.set_xlim(low, high)
     axes.set_xticks(pair.sizes, [_tokens(size) for size in pair.sizes])
@@ -255,16 +255,8 @@ def _draw_pair(axes: Axes, pair: Pair, source: str) -> None:
     axes.legend(fontsize=8, loc="lower right", facecolor="white", edgecolor="none", framealpha=1)
 
 
-def _between(pair: Pair, tokens: float) -> float:
-    """Seconds of attention at a size between two that are known."""
-    right = next(i for i, size in enumerate(pair.sizes) if size >= tokens)
-    low, high = pair.sizes[right - 1 : right + 1]
-    share = math.log(tokens / low) / math.log(high / low)
-    return float(pair.attention[right - 1] ** (1 - share) * pair.attention[right] ** share)
-
-
 def _tokens(count: float) -> str:
-    """Tokens as people say them: 900, 2.4K, 16K."""
+    """Return tokens for people: 900, 2.4K, 16K."""
     if count < 1_000:
         return f"{count:.0f}"
     thousands = count / 1_024

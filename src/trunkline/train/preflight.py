@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,8 +16,7 @@ from trunkline.config import StreamConfig
 from trunkline.distributed import failure
 from trunkline.hf.introspect import UnsupportedModelError
 from trunkline.plan.estimate import Estimate, estimate
-from trunkline.plan.free import free_bytes, profile_of, resident_bytes
-from trunkline.plan.hardware import Hardware, NoFigures
+from trunkline.plan.hardware import Hardware, NoFigures, profile_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, loading_bytes
 from trunkline.plan.search_space import MOST_CHUNKS
@@ -25,6 +25,7 @@ from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 from trunkline.units import format_bytes, parse_bytes
+from trunkline.utils.host_limits import free_bytes
 
 _USABLE = 0.96  # of what is free: an allocator cannot use every block
 _SMALLEST = 256  # tokens of a chunk that nobody asked for
@@ -133,7 +134,7 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
     note = ""
     if recipe.chunk_size == "auto":
         note = f"chunk_size auto: {chunk:,}, " + ("the faster that fits" if len(fitting) > 1 else "which fits")
-    before = {"Python and its libraries": resident_bytes()} if device.type == "cpu" else {}
+    before = {"Python and its libraries": psutil.Process().memory_info().rss} if device.type == "cpu" else {}
     return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
 
 

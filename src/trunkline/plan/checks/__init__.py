@@ -1,1 +1,41 @@
-"""What training depends on in this machine, one finding for each thing: `trunkline doctor` prints them."""
+"""Checks of this machine: each returns findings, and `trunkline doctor` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+State = Literal["ok", "warn", "fail"]
+Check: TypeAlias = "Callable[[], Finding | list[Finding]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor.
+
+    Attributes:
+        name: of the thing that was checked.
+        state: `ok`; `warn`: training works, but slower or with less memory; `fail`: training does not work.
+        found: what is there, in one line.
+        fix: how to fix it; None where the state is `ok`.
+    """
+
+    name: str
+    state: State
+    found: str
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.fix is None) == (self.state == "ok"), self
+
+
+def attempt(name: str, check: Check) -> Iterator[Finding]:
+    """Yield the findings of a check. A check that breaks down is a finding, too: the other lines still help."""
+    try:
+        findings = check()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        fix = "Fix what the message names, or go on without this line; nothing else depends on it."
+        findings = Finding(name, "warn", f"could not be checked: {type(error).__name__}: {reason}", fix)
+    yield from [findings] if isinstance(findings, Finding) else findings

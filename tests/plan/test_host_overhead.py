@@ -1,4 +1,4 @@
-"""What an operator costs the host and the device; and collectives that a profile may lack."""
+"""Time of an operator on host and device; and collectives that a profile may lack."""
 
 import pytest
 import torch
@@ -7,38 +7,38 @@ from plan.profiles import constant
 
 import trunkline
 from trunkline.distributed.mesh import ParallelDims
-from trunkline.plan import overheads
+from trunkline.plan import host_overhead, measurements
 
 CPU = torch.device("cpu")
 
 
 def seconds(machine: object, host: float) -> tuple[float, int]:
-    return overheads._rehearsed(overheads._model(torch.float32), machine, host)
+    return host_overhead.estimated_step(host_overhead.tiny_model(torch.float32), machine, host)
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("beyond", [0.003, 0.5])
-def test_with_the_hosts_time_a_rehearsal_takes_as_long_as_the_step(
+def test_with_the_hosts_time_an_estimate_takes_as_long_as_the_step(
     device_type: str, beyond: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = constant(device_type, kernel_seconds=1e-6)
     of_the_device, operators = seconds(machine, 0.0)
     assert operators > 2_000
     took = of_the_device + beyond
-    monkeypatch.setattr(overheads, "_step_seconds", lambda model, device: took)
-    host = overheads.host_seconds(machine, CPU)
+    monkeypatch.setattr(host_overhead, "_step_seconds", lambda model, device: took)
+    host = host_overhead.host_seconds(machine, CPU)
     assert seconds(machine, host)[0] == pytest.approx(took, rel=0.011)
     if device_type == "cpu":  # where nothing overlaps
         assert host == pytest.approx(beyond / operators)
 
 
-def test_a_step_that_is_faster_than_its_rehearsal_has_no_negative_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overheads, "_step_seconds", lambda model, device: 1e-6)
-    assert overheads.host_seconds(constant("cpu", kernel_seconds=1e-6), CPU) == 1e-9
+def test_a_step_faster_than_its_estimate_has_no_negative_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_overhead, "_step_seconds", lambda model, device: 1e-6)
+    assert host_overhead.host_seconds(constant("cpu", kernel_seconds=1e-6), CPU) == 1e-9
 
 
-def test_the_least_time_of_a_kernel_is_one_of_this_world() -> None:
-    assert 1e-8 < overheads.kernel_seconds(CPU) < 1e-3
+def test_the_least_time_of_a_kernel_is_plausible() -> None:
+    assert 1e-8 < measurements.kernel_seconds(CPU) < 1e-3
 
 
 def test_operators_are_counted_once_each() -> None:

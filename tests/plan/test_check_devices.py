@@ -1,4 +1,4 @@
-"""Devices, attention kernels, links and ranks: on this CPU, and on GPUs that are made up."""
+"""Checks of devices, attention kernels, links and ranks: on this CPU, and on made-up GPUs."""
 
 import warnings
 from types import SimpleNamespace
@@ -8,25 +8,21 @@ import torch
 from torch.nn import attention as torch_attention
 
 from trunkline.attention import flash, kernels
-from trunkline.plan.checks import attention, device, link, ranks
+from trunkline.plan import measurements
+from trunkline.plan.checks import check_attention, check_devices
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
-CPUINFO = """processor\t: 0
-model name\t: Example 9000
-flags\t\t: fpu avx512f avx512_bf16 amx_bf16
-
-processor\t: 1
-model name\t: Example 9000
-flags\t\t: fpu avx512f avx512_bf16 amx_bf16
-"""
 
 
 @pytest.fixture
-def cpuinfo(tmp_path, monkeypatch):
+def processor(monkeypatch, tmp_path):
+    """A CPU of four threads, for a PyTorch without CUDA."""
+    capabilities = {"cpu_name": "Example 9000", "avx2": True, "avx512_bf16": True, "amx_bf16": True, "amx_fp16": False}
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    (tmp_path / "cpuinfo").write_text(CPUINFO)
-    return tmp_path / "cpuinfo"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(check_devices, "usable_processors", lambda: 4)
+    monkeypatch.setattr(check_devices, "DRIVER", tmp_path / "driver")
 
 
 def has_instructions(monkeypatch, bf16: bool, fp16: bool) -> None:
@@ -34,32 +30,33 @@ def has_instructions(monkeypatch, bf16: bool, fp16: bool) -> None:
     monkeypatch.setattr(kernels, "processor_has", answers.__getitem__)
 
 
-def test_processor(cpuinfo, tmp_path, monkeypatch):
+def test_processor(processor, monkeypatch):
     has_instructions(monkeypatch, True, False)
-    found = device.processor(4, cpuinfo, tmp_path / "no driver")
-    assert found.state == "ok"
+    finding = check_devices.check_cpu()
+    assert finding.state == "ok"
     capability = torch.backends.cpu.get_cpu_capability()
-    assert found.found == (
+    assert finding.found == (
         f"Example 9000, 4 threads on 4 usable, {capability}, bf16 instructions (avx512_bf16, amx_bf16)"
     )
     has_instructions(monkeypatch, False, False)
-    assert "no bf16 instructions" in device.processor(4, cpuinfo, tmp_path / "no driver").found
+    assert "no bf16 instructions" in check_devices.check_cpu().found
 
 
-def test_more_threads_than_processors(cpuinfo, tmp_path):
-    found = device.processor(2, cpuinfo, tmp_path / "no driver")
-    assert found.state == "warn"
-    assert "OMP_NUM_THREADS=2" in found.mend
+def test_more_threads_than_processors(processor, monkeypatch):
+    monkeypatch.setattr(check_devices, "usable_processors", lambda: 2)
+    finding = check_devices.check_cpu()
+    assert finding.state == "warn"
+    assert "OMP_NUM_THREADS=2" in finding.fix
 
 
-def test_a_gpu_that_this_pytorch_is_not_built_for(cpuinfo, tmp_path):
+def test_a_gpu_that_this_pytorch_is_not_built_for(processor, tmp_path):
     (tmp_path / "driver").touch()
-    found = device.processor(4, cpuinfo, tmp_path / "driver")
-    assert found.state == "warn"
-    assert "built for CPUs only" in found.found
+    finding = check_devices.check_cpu()
+    assert finding.state == "warn"
+    assert "built for CPUs only" in finding.found
 
 
-def test_a_gpu_that_is_not_found(cpuinfo, tmp_path, monkeypatch):
+def test_a_gpu_that_is_not_found(processor, monkeypatch):
     def available():
         warnings.warn("The NVIDIA driver on your system is too old (found version 11040). Please update", stacklevel=1)
         return False
@@ -67,15 +64,15 @@ def test_a_gpu_that_is_not_found(cpuinfo, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", available)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = device.processor(4, cpuinfo, tmp_path / "no driver")
-    assert found.state == "warn"
-    assert "built for CUDA 13.0 and finds no GPU: The NVIDIA driver on your system is too old" in found.found
+    finding = check_devices.check_cpu()
+    assert finding.state == "warn"
+    assert "built for CUDA 13.0 and finds no GPU: The NVIDIA driver on your system is too old" in finding.found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    found = device.processor(4, cpuinfo, tmp_path / "no driver")
-    assert (found.state, found.mend) == ("warn", "Unset CUDA_VISIBLE_DEVICES.")
+    finding = check_devices.check_cpu()
+    assert (finding.state, finding.fix) == ("warn", "Unset CUDA_VISIBLE_DEVICES.")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device.devices() == [CPU]
+        assert check_devices.devices() == [CPU]
 
 
 def made_up(monkeypatch, *, capability=(9, 0), free=138 * 2**30, error: str | None = None) -> None:
@@ -97,44 +94,44 @@ def made_up(monkeypatch, *, capability=(9, 0), free=138 * 2**30, error: str | No
 
 def test_gpu(monkeypatch):
     made_up(monkeypatch)
-    found = device.gpu(GPU)
-    assert (found.name, found.state) == ("device cuda:0", "ok")
-    assert found.found == "Made Up, compute capability 9.0, 138.0 GiB of 140.0 GiB free"
+    finding = check_devices.check_gpu(GPU)
+    assert (finding.name, finding.state) == ("device cuda:0", "ok")
+    assert finding.found == "Made Up, compute capability 9.0, 138.0 GiB of 140.0 GiB free"
 
 
 def test_gpu_that_others_use(monkeypatch):
     made_up(monkeypatch, free=100 * 2**30)
-    found = device.gpu(GPU)
-    assert found.state == "warn"
-    assert "nvidia-smi" in found.mend
+    finding = check_devices.check_gpu(GPU)
+    assert finding.state == "warn"
+    assert "nvidia-smi" in finding.fix
 
 
 def test_gpu_that_is_too_old(monkeypatch):
     made_up(monkeypatch, capability=(7, 5))
-    found = device.gpu(GPU)
-    assert found.state == "warn"
-    assert "too old" in found.found
+    finding = check_devices.check_gpu(GPU)
+    assert finding.state == "warn"
+    assert "too old" in finding.found
 
 
 def test_gpu_that_does_not_compute(monkeypatch):
     made_up(monkeypatch, capability=(12, 0), error="CUDA error: no kernel image is available\nSet CUDA_LAUNCH_BLOCKING")
-    found = device.gpu(GPU)
-    assert found.state == "fail"
-    assert found.found.endswith("12.0: CUDA error: no kernel image is available")
-    assert "sm_80, sm_90" in found.mend
+    finding = check_devices.check_gpu(GPU)
+    assert finding.state == "fail"
+    assert finding.found.endswith("12.0: CUDA error: no kernel image is available")
+    assert "sm_80, sm_90" in finding.fix
 
 
 @pytest.mark.parametrize("short", ["fp32", "bf16", "fp16"])
 def test_attention_on_a_cpu(short, monkeypatch):
     has_instructions(monkeypatch, False, False)
-    found = attention.attention(short, CPU)
-    assert found.found.startswith("cpu_flash (not cuda_flash: it runs on CUDA tensors only)")
-    assert found.state == ("warn" if short == "bf16" else "ok")
-    assert ("in fp32, for want of" in found.found) == (short != "fp32")
+    finding = check_attention.check_attention(short, CPU)
+    assert finding.found.startswith("cpu_flash (not cuda_flash: it runs on CUDA tensors only)")
+    assert finding.state == ("warn" if short == "bf16" else "ok")
+    assert ("in fp32, since this processor has no" in finding.found) == (short != "fp32")
     has_instructions(monkeypatch, True, True)
-    found = attention.attention(short, CPU)
-    assert found.state == "ok"
-    assert "in fp32" not in found.found
+    finding = check_attention.check_attention(short, CPU)
+    assert finding.state == "ok"
+    assert "in fp32" not in finding.found
 
 
 class Wrong(kernels.CpuFlashKernel):
@@ -144,32 +141,32 @@ class Wrong(kernels.CpuFlashKernel):
         return super().forward(q, k, v, causal=False, scale=scale)
 
 
-@pytest.mark.parametrize(("short", "dtype"), attention.DTYPES.items())
-@pytest.mark.parametrize("head_dim", attention.HEAD_DIMS)
-def test_what_is_wrong_is_told_from_what_is_rounded(short, dtype, head_dim):
-    allowed = attention.rounding(dtype) * 8
+@pytest.mark.parametrize(("short", "dtype"), check_attention.DTYPES.items())
+@pytest.mark.parametrize("head_dim", check_attention.HEAD_DIMS)
+def test_a_wrong_kernel_is_told_from_rounding(short, dtype, head_dim):
+    allowed = check_attention.rounding(dtype) * 8
     for kernel in (kernels.CpuFlashKernel(), kernels.MathKernel()):
-        assert attention.error_of(kernel, CPU, dtype, head_dim) < allowed / 4
-    assert attention.error_of(Wrong(), CPU, dtype, head_dim) > 4 * allowed
+        assert check_attention.kernel_error(kernel, CPU, dtype, head_dim) < allowed / 4
+    assert check_attention.kernel_error(Wrong(), CPU, dtype, head_dim) > 4 * allowed
 
 
 def test_a_kernel_that_is_wrong(monkeypatch):
     monkeypatch.setattr(kernels, "resolve", lambda *_: Wrong())
-    found = attention.attention("fp32", CPU)
-    assert found.state == "fail"
-    assert found.found.startswith("cpu_flash is wrong by ")
+    finding = check_attention.check_attention("fp32", CPU)
+    assert finding.state == "fail"
+    assert finding.found.startswith("cpu_flash is wrong by ")
 
 
 def test_products_that_are_meant_to_be_coarse(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert attention.rounding(torch.float32) == 2**-7
-    assert attention.rounding(torch.float16) == 2**-10
+    assert check_attention.rounding(torch.float32) == 2**-7
+    assert check_attention.rounding(torch.float16) == 2**-10
 
 
 @pytest.fixture
 def computes(monkeypatch):
     """Kernels of a GPU are right, without one; which are chosen is up to the real rules."""
-    monkeypatch.setattr(attention, "error_of", lambda *_: 0.0)
+    monkeypatch.setattr(check_attention, "kernel_error", lambda *_: 0.0)
     monkeypatch.setattr(
         kernels, "CudaFlashKernel", lambda: SimpleNamespace(name="cuda_flash", compute_dtype=lambda d: d)
     )
@@ -193,25 +190,26 @@ def test_attention_on_gpus(monkeypatch, computes, capability, installed, short, 
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = attention.attention(short, GPU)
-    assert found.state == state
-    assert text in found.found
+        finding = check_attention.check_attention(short, GPU)
+    assert finding.state == state
+    assert text in finding.found
 
 
 def test_head_dims_that_get_other_kernels_are_told_apart(monkeypatch, computes):
     made_up(monkeypatch)
-    monkeypatch.setattr(attention, "HEAD_DIMS", (64, 256, 512))
-    found = attention.attention("bf16", GPU)
-    assert "head dims 64, 256: cuda_flash" in found.found
+    monkeypatch.setattr(check_attention, "HEAD_DIMS", (64, 256, 512))
+    finding = check_attention.check_attention("bf16", GPU)
+    assert "head dims 64, 256: cuda_flash" in finding.found
     assert (
-        "head dims 512: math (not cpu_flash: it runs on CPU tensors only; not cuda_flash: it takes head" in found.found
+        "head dims 512: math (not cpu_flash: it runs on CPU tensors only; not cuda_flash: it takes head"
+        in finding.found
     )
-    assert found.state == "warn"
-    assert "several times slower" in found.mend
+    assert finding.state == "warn"
+    assert "several times slower" in finding.fix
 
 
 def test_a_cpu_has_no_link():
-    assert link.link(CPU).found == "host memory is the device: chunks cross no link"
+    assert check_devices.check_link(CPU).found == "host memory is the device: chunks cross no link"
 
 
 @pytest.mark.parametrize(
@@ -225,11 +223,15 @@ def test_a_cpu_has_no_link():
         ((26.0, 6.0, 26.0, 6.0), "warn"),
     ],
 )
-def test_what_a_link_means(speeds, state):
-    found = link.judge_link("link cuda:0", link.LinkSpeed(*(speed * 1e9 for speed in speeds)))
-    assert found.state == state
+def test_a_slow_link_is_a_warning(speeds, state, monkeypatch):
+    names = ("to_device", "to_host", "both_to_device", "both_to_host")
+    monkeypatch.setattr(
+        measurements, "link", lambda _: {n: speed * 1e9 for n, speed in zip(names, speeds, strict=True)}
+    )
+    finding = check_devices.check_link(GPU)
+    assert finding.state == state
     fetch, stash, fetch_both, stash_both = speeds
-    assert f"in {fetch:.1f} GB/s, out {stash:.1f} GB/s; at once {fetch_both:.1f} and {stash_both:.1f}" in found.found
+    assert f"in {fetch:.1f} GB/s, out {stash:.1f} GB/s; at once {fetch_both:.1f} and {stash_both:.1f}" in finding.found
 
 
 class Clock:
@@ -276,40 +278,50 @@ def test_each_way_is_measured_alone_and_with_the_other(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda n, dtype, device=None, pin_memory=False: Buffer(device is not None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: entered.clear())
     monkeypatch.setattr(torch.cuda, "stream", Entered)
-    monkeypatch.setattr(link, "Stream", clock.stream)
-    monkeypatch.setattr(link, "Event", clock.event)
-    speed = link.measure_link(GPU, nbytes=1000, copies=100)
-    assert (speed.fetch, speed.stash) == pytest.approx((1e9, 0.5e9))
-    assert speed.fetch_both == pytest.approx(0.5e9, rel=0.02)  # the very first copy is alone
-    assert speed.stash_both == pytest.approx(0.25e9, rel=0.02)
+    monkeypatch.setattr(measurements, "Stream", clock.stream)
+    monkeypatch.setattr(measurements, "Event", clock.event)
+    rates = measurements.link(GPU, nbytes=1000, copies=100)
+    assert (rates["to_device"], rates["to_host"]) == pytest.approx((1e9, 0.5e9))
+    assert rates["both_to_device"] == pytest.approx(0.5e9, rel=0.02)  # the very first copy is alone
+    assert rates["both_to_host"] == pytest.approx(0.25e9, rel=0.02)
 
 
-def without(monkeypatch, *names: str) -> None:
-    for name in ("nccl", "gloo"):
-        monkeypatch.setattr(f"torch.distributed.is_{name}_available", lambda name=name: name not in names)
-    monkeypatch.setattr(ranks, "nccl_version", lambda: "2.27.5")
+@pytest.fixture
+def backends(monkeypatch):
+    """Return a function that says which backends are missing, and what torchrun has set."""
+
+    def set_up(*missing: str, **environ: str) -> None:
+        for name in ("nccl", "gloo"):
+            monkeypatch.setattr(f"torch.distributed.is_{name}_available", lambda name=name: name not in missing)
+        monkeypatch.setattr(check_devices, "nccl_version", lambda: "2.27.5")
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+
+    return set_up
 
 
-def test_ranks(monkeypatch):
-    without(monkeypatch)
-    assert ranks.ranks(8, {}).found == "NCCL 2.27.5, gloo; one process, not torchrun"
-    started = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "8"}
-    found = ranks.ranks(8, started)
-    assert (found.state, found.found) == ("ok", "NCCL 2.27.5, gloo; rank 8 of 16, 8 here")
-    found = ranks.ranks(4, started)
-    assert found.state == "fail"
-    assert "--nproc-per-node 4" in found.mend
-    assert ranks.ranks(0, started).state == "ok"
+def test_ranks(backends):
+    backends()
+    assert check_devices.check_ranks(8).found == "NCCL 2.27.5, gloo; one process, not torchrun"
+    backends(WORLD_SIZE="16", LOCAL_WORLD_SIZE="8", RANK="8")
+    finding = check_devices.check_ranks(8)
+    assert (finding.state, finding.found) == ("ok", "NCCL 2.27.5, gloo; rank 8 of 16, 8 here")
+    finding = check_devices.check_ranks(4)
+    assert finding.state == "fail"
+    assert "--nproc-per-node 4" in finding.fix
+    assert check_devices.check_ranks(0).state == "ok"
 
 
 @pytest.mark.parametrize(
-    ("missing", "num_devices", "state"), [("nccl", 1, "warn"), ("nccl", 0, "ok"), ("gloo", 0, "warn")]
+    ("missing", "num_gpus", "state"), [("nccl", 1, "warn"), ("nccl", 0, "ok"), ("gloo", 0, "warn")]
 )
-def test_backends_that_are_missing(monkeypatch, missing, num_devices, state):
-    without(monkeypatch, missing)
-    assert ranks.ranks(num_devices, {}).state == state
+def test_missing_backends(backends, missing, num_gpus, state):
+    backends(missing)
+    assert check_devices.check_ranks(num_gpus).state == state
 
 
 def test_a_pytorch_without_distributed(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_available", lambda: False)
-    assert ranks.ranks(0, {}).state == "warn"
+    assert check_devices.check_ranks(0).state == "warn"

@@ -1,0 +1,159 @@
+"""Checks of devices: GPU or CPU, its link to host memory, and backends for several ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trunkline.attention import kernels
+from trunkline.plan import measurements
+from trunkline.plan.checks import Check, Finding, attempt, check_software
+from trunkline.plan.checks.check_attention import DTYPES, check_attention
+from trunkline.units import format_bytes
+from trunkline.utils.host_limits import usable_processors
+
+DRIVER = Path("/proc/driver/nvidia/version")
+_SLOW = 10e9  # bytes a second; PCIe 3 with 16 lanes makes 12, 4 makes 25, 5 makes 54
+_SHARED = 0.6  # of the speed alone; 0.7 on an A100 whose link is well, 0.4 in the bad case
+
+
+def devices() -> list[torch.device]:
+    """Return the CUDA devices that PyTorch can use, or the CPU where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `check_cpu` says why there is none
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
+
+
+def check_all(devices: Sequence[torch.device]) -> list[Finding]:
+    """Check devices, their attention kernels and their links."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    checks: dict[str, Check] = {
+        **({} if gpus else {"device cpu": check_cpu}),
+        **{f"device {gpu}": partial(check_gpu, gpu) for gpu in gpus},
+        **{f"attention {dtype}": partial(check_attention, dtype, devices[0]) for dtype in DTYPES},
+        **({f"link {gpu}": partial(check_link, gpu) for gpu in gpus} or {"link": partial(check_link, devices[0])}),
+        **({"triton": check_software.check_triton} if gpus else {}),
+    }
+    return [finding for name, check in checks.items() for finding in attempt(name, check)]
+
+
+def check_gpu(device: torch.device) -> Finding:
+    """Check that a CUDA device computes, is new enough, and is free."""
+    name, properties = f"device {device}", torch.cuda.get_device_properties(device)
+    text = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
+    try:
+        total = float(torch.ones(8, device=device).sum())
+        free, memory = torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        fix = (
+            f"End what else uses the device (nvidia-smi), or install a PyTorch that is built for it: this one "
+            f"({torch.__version__}) is for {', '.join(torch.cuda.get_arch_list()) or 'no device'}."
+        )
+        return Finding(name, "fail", f"{text}: {str(error).strip().splitlines()[0]}", fix)
+    assert total == 8
+    text = f"{text}, {format_bytes(free)} of {format_bytes(memory)} free"
+    if torch.version.hip is None and (properties.major, properties.minor) < (8, 0):
+        fix = "Train in float32 or float16 with short chunks, or use a device of compute capability 8.0 or newer."
+        return Finding(name, "warn", f"{text}: too old for flash attention and bfloat16", fix)
+    if free < 0.9 * memory:
+        return Finding(name, "warn", text, "End the other programs that nvidia-smi lists, or count on what is free.")
+    return Finding(name, "ok", text)
+
+
+def check_cpu() -> Finding:
+    """Check the CPU, where it is the device: its threads and its instructions for half types."""
+    usable, threads = usable_processors(), torch.get_num_threads()
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every PyTorch
+    half = [name for name, there in capabilities.items() if there is True and name.endswith(("bf16", "fp16"))]
+    native = "bf16 instructions" if kernels.processor_has(torch.bfloat16) else "no bf16 instructions"
+    text = (
+        f"{capabilities.get('cpu_name', 'CPU')}, {threads} thread{'s' if threads > 1 else ''} on {usable} usable, "
+        f"{torch.backends.cpu.get_cpu_capability()}, {native}"
+    ) + (f" ({', '.join(half)})" if half else "")
+    unused = _why_no_gpu()
+    if unused is not None:
+        return Finding("device cpu", "warn", f"{text}. {unused[0]}", unused[1])
+    if threads > usable:
+        fix = f"Set OMP_NUM_THREADS={usable}: threads that share a processor wait for each other."
+        return Finding("device cpu", "warn", text, fix)
+    return Finding("device cpu", "ok", text)
+
+
+def _why_no_gpu() -> tuple[str, str] | None:
+    """Return why PyTorch does not use a GPU, and the fix; None where nobody would expect one."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        fix = "Install a PyTorch that is built for CUDA: https://pytorch.org/get-started/locally"
+        return ("There is an NVIDIA GPU, and this PyTorch is built for CPUs only", fix) if DRIVER.is_file() else None
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides every GPU", "Unset CUDA_VISIBLE_DEVICES."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.is_available()
+    reason = str(said[0].message).split(". ")[0].strip() if said else "no driver or no device"
+    built = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return (
+        f"This PyTorch is built for {built} and finds no GPU: {reason}",
+        "Install or update the NVIDIA driver (nvidia-smi shows it); in Docker pass --gpus all. Without a GPU, a "
+        "PyTorch built for CPUs is enough.",
+    )
+
+
+def check_link(device: torch.device) -> Finding:
+    """Measure how fast chunks move between host memory and a device; a CPU has no link."""
+    if device.type != "cuda":
+        return Finding("link", "ok", "host memory is the device: chunks cross no link")
+    rates = measurements.link(device)
+    into, out, both_into, both_out = rates.values()
+    name, text = f"link {device}", "in {:.1f} GB/s, out {:.1f} GB/s; at once {:.1f} and {:.1f}"
+    text = text.format(*(rate / 1e9 for rate in rates.values()))
+    if min(into, out) < _SLOW:
+        fix = (
+            "Slower than PCIe 3 with 16 lanes: look at lanes and generation in nvidia-smi -q, and run on the "
+            "processors near the device (numactl). Until then a larger chunk_size moves less for what it computes."
+        )
+        return Finding(name, "warn", text, fix)
+    if min(both_into / into, both_out / out) < _SHARED:
+        fix = (
+            "Run on the processors near the device (numactl). Otherwise count on the speed at once: a larger "
+            "chunk_size hides it."
+        )
+        return Finding(name, "warn", f"{text}: the directions take speed from each other", fix)
+    return Finding(name, "ok", text)
+
+
+def check_ranks(num_gpus: int) -> Finding:
+    """Check that several processes could train together here, and how many torchrun has started.
+
+    Args:
+        num_gpus: CUDA devices of this machine.
+    """
+    if not dist.is_available():
+        fix = "For several processes install a PyTorch built with torch.distributed."
+        return Finding("ranks", "warn", "this PyTorch is built without torch.distributed", fix)
+    nccl, gloo = dist.is_nccl_available(), dist.is_gloo_available()
+    has = ([f"NCCL {nccl_version()}"] if nccl else []) + (["gloo"] if gloo else [])
+    world = os.environ.get("WORLD_SIZE")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world or "1"))
+    started = f"rank {os.environ.get('RANK', '?')} of {world}, {local} here" if world else "one process, not torchrun"
+    text = f"{', '.join(has) or 'no backend'}; {started}"
+    if num_gpus and local > num_gpus:
+        fix = f"torchrun --nproc-per-node {num_gpus}: each process needs a device of its own."
+        return Finding("ranks", "fail", f"{text}, on {num_gpus} devices", fix)
+    missing = "NCCL" if num_gpus and not nccl else "gloo" if not gloo else None
+    if missing is not None:
+        fix = f"For several processes install a PyTorch built with {missing}."
+        return Finding("ranks", "warn", f"{text}; {missing} is missing", fix)
+    return Finding("ranks", "ok", text)
+
+
+def nccl_version() -> str:
+    """Return the version that this PyTorch was built with, such as 2.27.5."""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -1,0 +1,102 @@
+"""Checks of the disk that chunks would move to: room, kind of filesystem, and sequential speed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from trunkline.plan.checks import Finding, attempt
+from trunkline.units import format_bytes
+
+_FILE = 256 * 2**20  # bytes; more is not written than half a second of a fast disk
+_BLOCK = 16 * 2**20  # bytes; a chunk of 4,096 tokens of a small model
+_SECONDS = 1.2  # of each direction; a slow disk is measured with less
+_ROOM = 10 * 2**30  # bytes; an 8B model keeps 0.5 MiB a token, so that this is 20,000 tokens
+_SLOW = 500 * 10**6  # bytes a second; a SATA disk. NVMe disks make several times that
+
+
+def measure_disk(folder: Path, nbytes: int = _FILE, seconds: float = _SECONDS) -> tuple[float, float, int]:
+    """Write and read a file that has no name, so that nothing stays behind, however this ends.
+
+    Args:
+        folder: on the disk.
+        nbytes: of the file, in full blocks of 16 MiB; at least one is written.
+        seconds: after which each direction ends early.
+
+    Returns:
+        Bytes a second that reach the disk, bytes a second read (not from the page cache, where the filesystem can be
+        made to forget it), and the bytes that were measured.
+
+    Raises:
+        OSError: no file can be made there, or there is no room.
+    """
+    data = os.urandom(_BLOCK)  # neither compressed nor found to be all zeros
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        descriptor, done = file.fileno(), 0
+        start = time.perf_counter()
+        while done == 0 or (done + _BLOCK <= nbytes and time.perf_counter() - start < seconds):
+            done += os.pwrite(descriptor, data, done)
+            os.fdatasync(descriptor)  # each block, so that a slow disk is not met with all of them at the end
+        write = done / (time.perf_counter() - start)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # drop the page cache, or it would answer the reads
+        into, read = bytearray(_BLOCK), 0
+        start = time.perf_counter()
+        while read < done and (read == 0 or time.perf_counter() - start < seconds):
+            read += os.preadv(descriptor, [into], read)
+        return write, read / (time.perf_counter() - start), done
+
+
+def filesystem_of(folder: Path) -> str:
+    """Return the type of the filesystem of a folder, such as `ext4`."""
+    mounts = [m for m in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(m.mountpoint)]
+    # max takes the first of equals: reversed, so that of two mounts at one place the later, which is on top, counts.
+    return max(reversed(mounts), key=lambda m: len(m.mountpoint)).fstype if mounts else "unknown"
+
+
+def check_disk(folder: Path) -> list[Finding]:
+    """Check the room of a folder for a scratch file, then the speed of its disk.
+
+    Args:
+        folder: that `offload_dir` would name.
+    """
+    if not folder.is_dir():
+        return [Finding("disk", "fail", f"{folder} is not a folder", "Give an existing folder to --disk.")]
+    if not os.access(folder, os.W_OK | os.X_OK):
+        fix = "Give a folder of yours to --disk, or have its owner change its permissions."
+        return [Finding("disk", "fail", f"{folder} cannot be written to", fix)]
+    free, kind = psutil.disk_usage(str(folder)).free, filesystem_of(folder)
+    text, elsewhere = (
+        f"{format_bytes(free)} free in {folder} ({kind})",
+        "to --disk here and as offload_dir in training.",
+    )
+    if kind in ("tmpfs", "ramfs"):
+        fix = f"What is put there takes host memory: give a folder on a disk, {elsewhere}"
+        room = Finding("disk", "warn", f"{text}, which is memory, not a disk", fix)
+    elif free < _ROOM:
+        room = Finding("disk", "warn", text, f"Free some space, or give a folder on a larger disk, {elsewhere}")
+    else:
+        room = Finding("disk", "ok", text)
+    return [room, *attempt("disk speed", lambda: check_speed(folder, free))]
+
+
+def check_speed(folder: Path, free: int) -> Finding:
+    """Measure how fast chunks would move to a scratch file in a folder, and back.
+
+    Args:
+        folder: that `offload_dir` would name.
+        free: bytes there; the file takes at most half of them.
+    """
+    if free < 2 * _BLOCK:
+        fix = "Free some space, or give another folder to --disk."
+        return Finding("disk speed", "warn", f"not measured, with {format_bytes(free)} free", fix)
+    write, read, nbytes = measure_disk(folder, min(_FILE, free // 2))
+    text = f"writes {write / 1e9:.2f} GB/s, reads {read / 1e9:.2f} GB/s ({format_bytes(nbytes)} measured)"
+    if min(write, read) >= _SLOW:
+        return Finding("disk speed", "ok", text)
+    fix = "With offload_dir compute will wait for it: give a folder on a local NVMe disk, or larger budgets of memory."
+    return Finding("disk speed", "warn", text, fix)
