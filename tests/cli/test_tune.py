@@ -102,7 +102,7 @@ def test_the_figures_are_printed(quick, capsys):
         "copy 20 GB/s 20 GB/s",
         "disk to host memory 3 GB/s 3 GB/s",
         "host memory to disk 2 GB/s 2 GB/s",
-        "within a node not measured: torchrun --nproc-per-node N -m trunkline tune measures them",
+        "within a node not measured: torchrun --nproc-per-node N -m trunkline tune",
         "least time on the device 1 µs",
         "time of the host to issue it 7 µs",
         "Keys and values of Llama-3-8B from disk, while attention computes",

@@ -34,8 +34,8 @@ def hardware_lines(machine: Hardware) -> Iterator[str]:
     yield _line("  host memory to disk", _rate(disk.write), _rate(disk.both_write))
     yield from ("", "Collectives")
     for scope, collective, command in (
-        ("within a node", machine.intra, "torchrun --nproc-per-node N -m trunkline tune measures them"),
-        ("between nodes", machine.inter, "torchrun over several nodes measures them"),
+        ("within a node", machine.intra, "torchrun --nproc-per-node N -m trunkline tune"),
+        ("between nodes", machine.inter, "torchrun over several nodes"),
     ):
         text = f"not measured: {command}"
         if collective is not None:
