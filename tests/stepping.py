@@ -1,4 +1,4 @@
-"""Caches that read on, step by step, against a model's own logits."""
+"""Extension of caches step by step, compared with the model's own logits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def own_logits(model: Any, ids: Tensor, **given: Any) -> Tensor:
 
 
 def settings_of(tmp_path: Path, place: str) -> dict[str, Any]:
-    """With which keys and values rest on the device, in part there, or on disk."""
+    """Return settings with which keys and values are on the device, partly on the device, or on disk."""
     budgets = {"device": None, "some": 600_000, "disk": 420_000}
     return {} if budgets[place] is None else {"device_budget": budgets[place], "offload_dir": tmp_path}
 
 
 def step_through(cache: StreamedCache, model: Any, ids: Tensor, expected: Tensor, stops: list[int], tol: float) -> None:
-    """Read the rest of some tokens, one at a time and several, and compare the logits of the last each time."""
+    """Extend a cache up to each stop, and compare the logits of the last token each time."""
     for stop in stops:
         trunkline.prefill(model, ids[:, cache.length : stop], cache=cache)
         assert cache.logits is not None

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from torch import Tensor
 
 from trunkline.attention import kernels
@@ -32,21 +33,23 @@ def inputs(heads: int, kv_heads: int, rows: int, keys: int, dtype: torch.dtype, 
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("value_dim", [8, 16, 4])
+# For each kernel: head counts, value dims, dtypes, and (rows, keys) with and without a causal mask, pair by pair.
+SHAPES = [(rows, keys, causal) for rows, keys in [(33, 33), (13, 70), (1, 1)] for causal in (False, True)]
+CASES = all_pairs([(4, 4), (4, 2), (6, 1)], [8, 16, 4], [torch.float64, torch.float32], SHAPES)
+
+
+@pytest.mark.parametrize(("heads", "value_dim", "dtype", "shape"), CASES)
 @pytest.mark.parametrize("name", ["math", "tiled", "capped", "flash"])
-@pytest.mark.parametrize(("rows", "keys"), [(33, 33), (13, 70), (1, 1)])
-def test_kernel(
-    name: str, heads: int, kv_heads: int, rows: int, keys: int, causal: bool, dtype: torch.dtype, value_dim: int
+def test_output_and_gradients_are_those_of_softmax_attention(
+    name: str, heads: tuple[int, int], value_dim: int, dtype: torch.dtype, shape: tuple[int, int, bool]
 ) -> None:
+    rows, keys, causal = shape
     softcap = 0.5 if name == "capped" else None
     kernel: Kernel = MathKernel(16 if name == "tiled" else 1024, softcap=softcap)
     if name == "flash":
         kernel = resolve(CPU, dtype, 8, value_dim)
         assert kernel.name == "cpu_flash"
-    q, k, v = inputs(heads, kv_heads, rows, keys, dtype, value_dim)
+    q, k, v = inputs(*heads, rows, keys, dtype, value_dim)
     if causal and rows != keys and not kernel.bottom_right:
         with pytest.raises(AssertionError):
             kernel.forward(q, k, v, causal=True, scale=0.3)
@@ -65,7 +68,7 @@ def test_kernel(
 
 @pytest.mark.parametrize("kernel", [MathKernel(tile=16), CpuFlashKernel()], ids=["math", "flash"])
 def test_gradients_of_disjoint_rectangles_add_up(kernel: Kernel) -> None:
-    """With the output and log-sum-exp over all keys, each rectangle yields its own share."""
+    """Given output and log-sum-exp over all keys, each rectangle returns its own share."""
     q, k, v = inputs(4, 2, 20, 50, torch.float64)
     o, lse = reference(q, k, v, False, 0.3)
     do = torch.randn_like(o)
@@ -79,7 +82,7 @@ def test_gradients_of_disjoint_rectangles_add_up(kernel: Kernel) -> None:
     torch.testing.assert_close(torch.cat([left[2], right[2]], 2), whole[2])
 
 
-def test_resolve_by_name_and_by_default() -> None:
+def test_resolve_takes_the_named_kernel_or_the_fastest() -> None:
     assert resolve(CPU, torch.float32, 8, 8).name == "cpu_flash"
     assert resolve(CPU, torch.float32, 8, 8, "math").name == "math"
     with pytest.raises(
@@ -91,8 +94,8 @@ def test_resolve_by_name_and_by_default() -> None:
         resolve(CPU, torch.float32, 8, 8, "cpu_flash", softcap=30.0)
 
 
-def test_cuda_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CUDA kernel is asked before it is taken; it runs in tests/gpu."""
+def test_cuda_kernel_needs_compute_capability_half_dtype_and_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself runs in tests/gpu."""
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0" in str(kernels._cuda_flash(cuda, torch.float16, 64, 64))
@@ -133,14 +136,14 @@ def test_half_precision_without_instructions_is_computed_in_fp32(
     assert CpuFlashKernel().compute_dtype(dtype) == torch.float32
 
 
-def test_why_not() -> None:
+def test_why_not_names_the_reason() -> None:
     for name in kernels.NAMES[1:]:
         reason = kernels.why_not(name, CPU, torch.float32, 64, 64)
         assert reason == ("it runs on CUDA tensors only" if name == "cuda_flash" else None)
 
 
-def test_padded_outputs_are_no_larger_than_they_say() -> None:
-    """They are kept for backward, and counted by what they say."""
+def test_padded_outputs_hold_no_padding_in_memory() -> None:
+    """They are kept for backward, and counted by their visible size."""
     o, _ = resolve(CPU, torch.float32, 16, 8).forward(
         torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 8), causal=True, scale=0.3
     )

@@ -1,4 +1,4 @@
-"""What a chunk meets where ranks hold keys in parts."""
+"""Gathered spans: keys and values that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART = 4
 
 
 class Gather:
-    """Brings together what two ranks hold, the other's being zeros, and remembers what is still there of it."""
+    """Gather of two ranks, of which the other holds zeros; tracks which gathered tensors are alive."""
 
     size, rank = 2, 1
 
@@ -45,37 +45,37 @@ class Pending:
         return self.pair
 
 
-def test_pieces_are_let_go_with_their_call() -> None:
-    """Two are there at a time, of chunks that follow one another too, and all keys are met."""
+def test_at_most_two_gathered_spans_are_alive() -> None:
+    """Within a chunk and across chunks; and every key is in a span."""
     chunks, gather = split(6 * PART, PART), Gather()
     keys = torch.arange(6.0 * PART).reshape(1, 1, -1, 1)
     gathered = GatheredSpans(gather)
 
     def span(start: int, stop: int, first: int | None) -> KVSpan:
         k = keys[:, :, start:stop]
-        return KVSpan(k, k, first, (start, stop))
+        return KVSpan(k, k, first, resident=(start, stop))
 
     def earlier(chunk: Chunk) -> Iterator[KVSpan]:
         return (span(start, start + PART, None) for start in range(0, chunk.start, PART))
 
     for chunk in chunks:
-        met: set[float] = set()
+        seen: set[float] = set()
         most = 0
         own = span(chunk.start, chunk.stop, 2 * chunk.start)
         following = chunks[chunk.index + 1] if chunk.index < 5 else None
-        for piece in gathered.of_chunk(chunk, own, earlier, following):
+        for gathered_span in gathered.of_chunk(chunk, own, earlier, following):
             most = max(most, gather.alive)
-            met |= set(piece.k.flatten().tolist())
-            del piece
-        assert met == set(range(chunk.stop))
+            seen |= set(gathered_span.k.flatten().tolist())
+            del gathered_span
+        assert seen == set(range(chunk.stop))
         assert most <= 2
     assert len(gather.sent) == 1 + 2 + 3 + 4 + 5 + 6
     assert gather.alive == 0
 
 
-def test_what_is_gathered_of_one_chunk_is_in_the_order_of_the_sequence() -> None:
-    """A rank has the second and third slice of the chunk, the other one (all zeros) the first and the last."""
+def test_gathered_keys_of_a_chunk_are_in_the_order_of_the_sequence() -> None:
+    """This rank has the second and third slice of the chunk, the other (all zeros) the first and the last."""
     k = torch.arange(1.0, 1 + PART).reshape(1, 1, -1, 1)
-    own = KVSpan(k, k, 0, (0, PART))
+    own = KVSpan(k, k, 0, resident=(0, PART))
     (piece,) = GatheredSpans(Gather()).of_chunk(Chunk(0, 0, PART), own, lambda chunk: iter(()), None)
     assert piece.k.flatten().tolist() == [0, 0, 1, 2, 3, 4, 0, 0]

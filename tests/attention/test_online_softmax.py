@@ -1,3 +1,5 @@
+"""Online softmax against softmax over all keys."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +25,7 @@ def test_merge_at_any_gap(gap: float, dtype: torch.dtype) -> None:
 
 
 def test_merge_does_not_lose_precision_with_the_number_of_parts() -> None:
-    """1,024 parts merged in fp32: the error of the result stays that of a few roundings."""
+    """The error of 1,024 parts merged in fp32 is that of a few roundings."""
     torch.manual_seed(0)
     scores, values = torch.randn(1024, dtype=torch.float64), torch.randn(1024, 4, dtype=torch.float64)
     o, lse = values[:1].float(), scores[:1].float()
@@ -38,8 +40,8 @@ def test_merge_does_not_lose_precision_with_the_number_of_parts() -> None:
 
 
 @given(calls=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=6))
-def test_calls_of_some_of_the_rows(calls: list[tuple[int, int, bool]]) -> None:
-    """Whatever rows each call is of, a row's result is the softmax over all keys that it met."""
+def test_calls_may_be_of_some_of_the_rows(calls: list[tuple[int, int, bool]]) -> None:
+    """A row's result is the softmax over the keys of its calls, whichever rows each call is of."""
     torch.manual_seed(0)
     rows = [(0, 6) if whole else (start, min(start + length, 6)) for start, length, whole in calls] + [(0, 6)]
     merged, scores, values = (
@@ -69,15 +71,15 @@ def test_half_precision_accumulators_are_an_error() -> None:
         merge_(o, o[..., 0], o, o[..., 0])
 
 
-def test_rows_that_met_nothing_weigh_nothing() -> None:
-    """Where others hold their keys; without that it is an error."""
+def test_unseen_rows_have_weight_zero_where_other_ranks_hold_their_keys() -> None:
+    """Without other ranks they are an error."""
     generator = torch.Generator().manual_seed(0)
     o, lse = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 2, 3, generator=generator)
     merged = OnlineSoftmax(8)
     merged.add((2, 5), o.clone(), lse.clone())
-    with pytest.raises(AssertionError, match="met no keys"):
+    with pytest.raises(AssertionError, match="has no keys"):
         merged.result()
-    found, weight = merged.result(some=True)
+    found, weight = merged.result(allow_unseen=True)
     assert torch.equal(found[:, :, 2:5], o)
     assert torch.equal(weight[:, :, 2:5], lse)
     for rows in (slice(0, 2), slice(5, 8)):

@@ -1,4 +1,4 @@
-"""What a window, or a document, spares: chunks that are not met are not fetched, and what a window passed is let go."""
+"""Windows and documents save work and memory: unseen chunks are not fetched, and passed chunks are dropped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from families import build
 from oracle import packed, positions, streamed, tokens
 
 import trunkline
-from trunkline.attention import block_call
+from trunkline.attention import loop
 from trunkline.attention.core import Core
 from trunkline.attention.kv_store import KVStore
 
@@ -21,7 +22,7 @@ IDS = tokens(1, CHUNK * N)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, note: Callable[..., Any]) -> list[Any]:
-    """What `note` makes of each call of a method, after it."""
+    """Record `note(...)` after each call of a method."""
     found, method = [], getattr(owner, name)
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,11 +39,11 @@ def watch(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, note: Callabl
 def test_chunks_beyond_a_window_are_not_fetched(
     window: int, reach: int, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each chunk's earlier ones as many as the window reaches into: in forward, and once in backward."""
+    """Each chunk fetches as many earlier chunks as its window reaches into: once in forward, once in backward."""
     model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=1)
     budget = {"device_budget": "24KiB", "offload_dir": tmp_path, "attn_strategy": "streamed"} if tier == "disk" else {}
     trunkline.stream(model, chunk_size=CHUNK, **budget)
-    read = watch(monkeypatch, KVStore, "next_later", lambda self: self._stores)
+    read = watch(monkeypatch, KVStore, "next_streamed", lambda self: self._stores)
     loss = model(input_ids=IDS, labels=IDS).loss
     met = sum(min(i, reach) for i in range(N))
     assert len(read) == met
@@ -53,8 +54,8 @@ def test_chunks_beyond_a_window_are_not_fetched(
     )
 
 
-def test_keys_that_a_window_has_passed_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward as many chunks are held as one meets; in backward none that later ones alone have met, or none yet."""
+def test_keys_that_a_window_has_passed_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward holds the chunks that one chunk sees; backward none that only later chunks see, and none early."""
     model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
     trunkline.stream(model, chunk_size=CHUNK)
     pair = 2 * CHUNK * 2 * 8 * 4  # keys and values of a chunk: two heads of 8 in fp32
@@ -68,7 +69,7 @@ def test_keys_that_a_window_has_passed_are_let_go(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("keep", [("attention",), ("attention", "kv"), ()])
 def test_a_window_takes_less_memory(keep: tuple[str, ...]) -> None:
-    """At the peak of the stores: keys and values of two chunks in place of all."""
+    """The peak of the stores has keys and values of two chunks in place of all."""
     peaks = {}
     for window in (None, 12):
         model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=1)
@@ -79,17 +80,17 @@ def test_a_window_takes_less_memory(keep: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[96], [5, 1, 17, 9, 8, 56], [8] * 12, [1] * 96, [31, 65]])
-def test_work_is_that_of_the_pairs_that_see_each_other(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel calls compute as many pairs as the squares of the documents have, forward and backward."""
+def test_kernels_compute_visible_pairs_only(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel calls compute the triangles of the documents and nothing else, forward and backward."""
     computed = {"forward": 0, "backward": 0}
 
     def counting(part: str) -> Callable[..., Any]:
-        call = getattr(block_call, part)
+        call = getattr(loop, f"{part}_block")
 
         def counted(kernel: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
             rows, keys = (b - a for a, b in (block.rows, block.keys))
-            size = block.fold or rows
-            triangle = rows // size * (size * (size + 1) // 2) + (0 if block.fold else rows * (keys - rows))
+            size = block.tile or rows
+            triangle = rows // size * (size * (size + 1) // 2) + (0 if block.tile else rows * (keys - rows))
             computed[part] += rows * keys if block.shape == "full" else triangle
             return call(kernel, block, *args, **kwargs)
 
@@ -97,14 +98,14 @@ def test_work_is_that_of_the_pairs_that_see_each_other(lengths: list[int], monke
 
     model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
     for part in computed:
-        monkeypatch.setattr(block_call, part, counting(part))
+        monkeypatch.setattr(loop, f"{part}_block", counting(part))
     packed(model, IDS, position_ids=positions([lengths]))
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     assert computed == {"forward": pairs, "backward": pairs}
 
 
-def test_keys_that_no_later_chunk_meets_are_not_projected_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where documents are whole chunks, backward has keys and values from the replay alone."""
+def test_keys_that_no_later_chunk_sees_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where documents are whole chunks, backward takes keys and values from the replay alone."""
     model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
     put = watch(monkeypatch, Core, "append_kv", lambda self, chunk, *_: chunk.index)
     for lengths, again in (([CHUNK] * N, []), ([CHUNK] * 4 + [3 * CHUNK] + [CHUNK] * 5, [4, 5])):
@@ -116,7 +117,7 @@ def test_keys_that_no_later_chunk_meets_are_not_projected_again(monkeypatch: pyt
 
 @pytest.mark.parametrize("layers", [["sliding_attention"] * 2, ["sliding_attention", "full_attention"]])
 def test_a_budget_reserves_what_a_window_holds(layers: list[str], tmp_path: Path) -> None:
-    """Of layers with windows alone two chunks have places; a layer without one has them all."""
+    """Layers with a window have slots for two chunks; a layer without one for all."""
     family = (
         {"mistral": {}} if len(set(layers)) == 1 else {"qwen2": {"use_sliding_window": True, "layer_types": layers}}
     )
@@ -132,13 +133,13 @@ def test_a_budget_reserves_what_a_window_holds(layers: list[str], tmp_path: Path
     assert peaks["measured"] <= peaks["1GiB"] == peaks[None]
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("keep", [("attention",), ("kv",), ()])
-@pytest.mark.parametrize("window", [2, 9, 30])
-def test_chunks_take_turns_in_the_places_of_a_window(
+@pytest.mark.parametrize(
+    ("window", "keep", "prefetch"), all_pairs([2, 9, 30], [("attention",), ("kv",), ()], [1, 2, 3])
+)
+def test_windows_reuse_slots_on_disk_with_the_same_result(
     window: int, keep: tuple[str, ...], prefetch: int, tmp_path: Path
 ) -> None:
-    """Where places on the disk are written anew while others are read, all is as it is without budgets, to the bit."""
+    """Slots are written again while others are read: losses and gradients are those without budgets, bit for bit."""
     model = build("mistral", torch.float32, sliding_window=window, num_hidden_layers=2)
     found = []
     for budget in ({}, {"device_budget": "64KiB", "offload_dir": tmp_path, "attn_strategy": "streamed"}):
@@ -151,8 +152,8 @@ def test_chunks_take_turns_in_the_places_of_a_window(
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
 
 
-def test_a_budget_has_places_for_a_window_only() -> None:
-    """64 chunks, of which two meet at a time: with places for all keys and their gradients it would be refused."""
+def test_a_budget_has_slots_for_the_window_only() -> None:
+    """Two of 64 chunks see each other: slots for all keys and their gradients would not fit."""
     model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
     ids = tokens(1, 4_096)
     trunkline.stream(model, chunk_size=64, device_budget="2800KiB", attn_strategy="resident")

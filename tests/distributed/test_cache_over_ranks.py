@@ -72,7 +72,7 @@ def go_on(folder: str) -> float:
     for place in range(13, 60):
         trunkline.prefill(model, ids[:, place : place + 1], cache=cache)
         worst = max(worst, float((cache.logits[:, 0] - expected[:, place]).abs().max()))
-    assert len(cache.links) < 5
+    assert len(cache.segments) < 5
     return worst
 
 
@@ -150,7 +150,7 @@ def load_in_pieces(parallel_dims: dict[str, int], folder: str) -> tuple[int, flo
     trunkline.unstream(model)
     trunkline.stream(model, mesh=mesh, chunk_size=8, device_budget=120_000, offload_dir=folder)
     loaded, error = trunkline.load_cache(model, f"{folder}/cache"), 0.0
-    longest = max(len(chunk) for link in loaded.links for chunk in link.stretch.chunks)
+    longest = max(len(chunk) for view in loaded.segments for chunk in view.segment.chunks)
     for stop in STOPS:
         trunkline.prefill(model, ids[:, loaded.length : stop], cache=loaded)
         error = max(error, float((loaded.logits[:, 0] - expected[:, stop - 1]).abs().max()))

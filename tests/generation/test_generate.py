@@ -23,7 +23,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def both(model: Any, ids: Tensor, settings: dict[str, Any], **given: Any) -> tuple[Tensor, Tensor]:
-    """What transformers generates, and what it does on the same model streamed."""
+    """Generate with the model, and with the same model streamed."""
     model.eval()
     model.generation_config.pad_token_id = 0
     torch.manual_seed(3)
@@ -35,7 +35,7 @@ def both(model: Any, ids: Tensor, settings: dict[str, Any], **given: Any) -> tup
     return expected, found
 
 
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.8},
     "several": {"do_sample": True, "num_return_sequences": 3},
@@ -46,22 +46,24 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_every_way(way: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_decoding_method_gives_the_same_tokens(
+    method: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
     settings = {"chunk_size": 16}
     if place == "disk":
         settings |= {"device_budget": 600_000, "offload_dir": tmp_path}
-    rows = 1 if way == "prompt lookup" else 2
+    rows = 1 if method == "prompt lookup" else 2
     expected, found = both(
-        build("llama"), tokens(rows, 37), settings, max_new_tokens=20, eos_token_id=None, **WAYS[way]
+        build("llama"), tokens(rows, 37), settings, max_new_tokens=20, eos_token_id=None, **METHODS[method]
     )
     assert expected.tolist() == found.tolist()
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_smaller_model_that_guesses_may_be_streamed_too(is_streamed: bool, tmp_path: Path) -> None:
+def test_assisted_generation_with_a_streamed_assistant(is_streamed: bool, tmp_path: Path) -> None:
     model, ids = build("llama").eval(), tokens(1, 60)
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = 99  # is never drawn
     helper, noise = copy.deepcopy(model), torch.Generator().manual_seed(5)
@@ -86,12 +88,12 @@ FAMILIES = ("Mistral", "Gemma 2", "Gemma 3", "gpt-oss", "DeepSeek-V3", "Qwen3-Mo
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.family in FAMILIES], ids=lambda row: row.family)
-def test_families(row: Any) -> None:
+def test_families_generate_the_same_tokens(row: Any) -> None:
     expected, found = both(row.build(), tokens(1, 30), {"chunk_size": 11}, max_new_tokens=8, do_sample=False)
     assert expected.tolist() == found.tolist()
 
 
-def test_padded_prompts() -> None:
+def test_padded_prompts_generate_the_same_tokens() -> None:
     model, ids = build("llama"), tokens(3, 24)
     mask = torch.ones_like(ids)
     for row, pad in enumerate((0, 17, 5)):
@@ -140,8 +142,8 @@ def test_stopping_streaming_and_scores_are_transformers_own() -> None:
     assert len(found.scores) == 7
 
 
-def test_many_continuations_of_one_prefix() -> None:
-    """One prefill serves all, and stays as it is."""
+def test_many_continuations_of_one_prefill() -> None:
+    """One prefill serves all, and does not change."""
     model, prefix = build("llama").eval(), tokens(1, 50)
     questions = [tokens(1, n, seed=n) for n in (1, 4, 13)]
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -168,7 +170,7 @@ def test_many_continuations_of_one_prefix() -> None:
 
 
 def test_transformers_own_generate_takes_a_cache() -> None:
-    """With the tokens of the cache and others, or with these alone: the last of them is read again then."""
+    """With the cached tokens and others; or with the cached tokens alone, whose last is then read again."""
     model, ids = build("llama").eval(), tokens(2, 60)
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(ids, **how)
@@ -181,7 +183,7 @@ def test_transformers_own_generate_takes_a_cache() -> None:
 
 @pytest.mark.parametrize("place", ["device", "disk"])
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_cache_comes_back_from_disk(
+def test_a_loaded_cache_equals_the_saved_one(
     place: str, window: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
@@ -209,10 +211,10 @@ def test_a_cache_comes_back_from_disk(
     torch.testing.assert_close(loaded.logits[:, 0], logits[:, -1], rtol=1e-9, atol=1e-9)
 
 
-def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device is as much of it as decoded tokens and a chunk of more prompt leave free."""
+def test_a_loaded_cache_leaves_room_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device holds as much of it as leaves room for decoded tokens and another chunk of prompt."""
     monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)  # so that they are flushed while decoding
-    model, ids, more = build("llama").eval(), tokens(1, 1_000), tokens(1, 300, seed=2)
+    model, ids, more = build("llama").eval(), tokens(1, 600), tokens(1, 200, seed=2)
     how = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     trunkline.stream(model, chunk_size=64)
     cache = trunkline.prefill(model, ids)
@@ -230,9 +232,7 @@ def test_a_cache_that_is_loaded_leaves_room_to_go_on(tmp_path: Path, monkeypatch
         trunkline.unstream(model)
 
 
-def test_a_cache_on_disk_is_whole_or_not_there_and_of_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_cache_is_complete_and_bound_to_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = build("llama").eval(), build("llama", seed=1).eval()
     trunkline.stream(model, chunk_size=16)
     trunkline.stream(other, chunk_size=16)
@@ -255,7 +255,7 @@ def test_a_cache_on_disk_is_whole_or_not_there_and_of_one_model(
         trunkline.save_cache(model, type(cache)(trunkline.api.tiers_of(model), 3), tmp_path / "empty")
 
 
-def test_mistakes() -> None:
+def test_wrong_arguments_are_refused() -> None:
     model = build("llama").eval()
     with pytest.raises(ValueError, match=r"generate: LlamaForCausalLM is not streamed"):
         trunkline.generate(model, tokens(1, 3))

@@ -1,4 +1,4 @@
-"""Texts that begin alike: each cache is that of its text, and no common beginning is read twice."""
+"""Prefix sharing: each cache is that of its text, and no common prefix is read twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trunkline.generation.prefixes import Prefixes, common_length
 
 
 def _texts(seed: int, count: int = 12, length: int = 40) -> list[np.ndarray]:
-    """Texts of two tokens, so that they part at many places, some of them the beginning of others; all different."""
+    """Draw different texts of two token ids, so that they branch often; some are prefixes of others."""
     draw = np.random.default_rng(seed)
     found = {tuple(draw.integers(5, 7, draw.integers(1, 6)).tolist()) for _ in range(count)}
     trunk = draw.integers(5, 97, length).tolist()
@@ -25,13 +25,13 @@ def _texts(seed: int, count: int = 12, length: int = 40) -> list[np.ndarray]:
 
 
 def _nodes(texts: list[np.ndarray]) -> int:
-    """Tokens of the tree of all texts."""
+    """Count the nodes of the prefix tree."""
     return len({tuple(text[:stop]) for text in texts for stop in range(1, len(text) + 1)})
 
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_text_has_its_cache_and_no_token_is_read_twice(
+def test_every_text_gets_its_cache_and_no_token_is_read_twice(
     seed: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, texts, read = build("mistral", sliding_window=window).eval(), _texts(seed), []
@@ -52,7 +52,7 @@ def test_every_text_has_its_cache_and_no_token_is_read_twice(
     for index, right in enumerate(expected):
         torch.testing.assert_close(found[index], right, rtol=1e-9, atol=1e-9)
     assert sum(read) == _nodes(texts)
-    # What is shared by less than it takes to be worth a call is read again.
+    # Prefixes shorter than `least` are read again.
     read.clear()
     for index, cache in Prefixes(texts).read(model, least=15):
         torch.testing.assert_close(cache.logits[0, -1], expected[index], rtol=1e-9, atol=1e-9)
@@ -62,7 +62,7 @@ def test_every_text_has_its_cache_and_no_token_is_read_twice(
     assert sorted(read) == sorted(map(len, texts))
 
 
-def test_order_and_what_is_shared() -> None:
+def test_order_and_shared_lengths() -> None:
     texts = [np.array(each) for each in ([3, 1], [2, 9, 9], [2], [2, 9, 4])]
     found = Prefixes(texts)
     assert (found.order, found.shared) == ([2, 3, 1, 0], [1, 2, 0])

@@ -1,4 +1,4 @@
-"""Prefill and what follows it against the model's own forward: the same logits, wherever keys and values rest."""
+"""Prefill, and tokens that extend it, against the model's own forward: the same logits in every tier."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SEQ = 150
 
 
 @pytest.fixture(autouse=True)
-def _short_open_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded tokens move on to their tier every few, so that all of it comes up."""
+def _short_decode_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush every eight decoded tokens, so that short tests flush too."""
     monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 
 
@@ -38,7 +38,7 @@ def test_logits_are_the_models_own(tmp_path: Path, chunk_size: int, place: str) 
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
-def test_every_family(row: Row, tmp_path: Path) -> None:
+def test_logits_of_every_family(row: Row, tmp_path: Path) -> None:
     model, ids = row.build().eval(), tokens(1, 60)
     expected = own_logits(model, ids)
     tol = 1e-9 if row.dtype == torch.float64 and row.tolerance is None else 2e-4
@@ -60,7 +60,7 @@ def test_a_long_extension_is_cut_into_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_are_rows_alone(side: str, tmp_path: Path) -> None:
+def test_padded_rows_give_the_logits_of_rows_alone(side: str, tmp_path: Path) -> None:
     model, lengths = build("llama").eval(), [40, 13, 27]
     ids, more = tokens(3, 40), tokens(3, 5, seed=2)
     mask = torch.ones_like(ids)
@@ -81,7 +81,7 @@ def test_padded_rows_are_rows_alone(side: str, tmp_path: Path) -> None:
         trunkline.unstream(model)
 
 
-def test_a_packed_row_goes_on_in_its_last_document() -> None:
+def test_a_packed_row_continues_its_last_document() -> None:
     model, ids, more = build("llama").eval(), tokens(1, 60), tokens(1, 12, seed=2)
     expected = own_logits(model, torch.cat([ids[:, 43:], more], 1))[0]
     trunkline.stream(model, chunk_size=16)
@@ -97,7 +97,7 @@ def test_a_packed_row_goes_on_in_its_last_document() -> None:
         torch.testing.assert_close(cache.logits[0], expected[18:], rtol=1e-9, atol=1e-9)
 
 
-def test_documents_may_begin_later_on() -> None:
+def test_a_document_may_begin_in_an_extension() -> None:
     model, ids, more = build("llama").eval(), tokens(1, 20), tokens(1, 9, seed=2)
     expected = own_logits(model, more)[0, -1]
     trunkline.stream(model, chunk_size=16)
@@ -108,7 +108,7 @@ def test_documents_may_begin_later_on() -> None:
     torch.testing.assert_close(cache.logits[0, 0], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_several_logits() -> None:
+def test_logits_to_keep_returns_the_last_logits() -> None:
     model, ids = build("llama").eval(), tokens(2, 50)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16)
@@ -118,16 +118,16 @@ def test_several_logits() -> None:
         torch.testing.assert_close(cache.logits, expected[:, -keep:], rtol=1e-9, atol=1e-9)
 
 
-def test_a_window_keeps_only_what_it_sees(tmp_path: Path) -> None:
-    """However long the prompt, and whatever follows: a chunk or two more than the window, and the open end."""
+def test_a_window_keeps_only_visible_keys(tmp_path: Path) -> None:
+    """The cache holds the window, its margin, two chunks and the decode buffer, whatever the prompt's length."""
     window, chunk = 20, 16
     model = build("mistral", torch.float32, sliding_window=window).eval()
     for settings in ({}, {"device_budget": 250_000, "offload_dir": tmp_path}):
         trunkline.stream(model, chunk_size=chunk, **settings)
         sizes = []
-        for length in (100, 200, 400):
+        for length in (100, 300):
             cache = trunkline.prefill(model, tokens(1, length))
-            for at in range(40):
+            for at in range(25):
                 trunkline.prefill(model, tokens(1, 1, seed=at), cache=cache)
             sizes.append(cache.nbytes)
         token = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head dim, bytes
@@ -138,20 +138,20 @@ def test_a_window_keeps_only_what_it_sees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gpt2"])
 @pytest.mark.parametrize("chunk_size", [16, 100])
-def test_nothing_but_keys_and_values_stays(family: str, chunk_size: int) -> None:
-    """Also where a layer projects queries, keys and values at once, and in one chunk."""
+def test_a_cache_holds_no_memory_but_keys_and_values(family: str, chunk_size: int) -> None:
+    """Also where a layer projects queries, keys and values in one product, and for one chunk."""
     model = build(family, torch.float32).eval()
     trunkline.stream(model, chunk_size=chunk_size)
     cache = trunkline.prefill(model, tokens(1, 100))
     storages = set()
-    for pairs in cache.links[0].stretch.pairs:
-        held = pairs.span(0, 100)
+    for store in cache.segments[0].segment.kv:
+        held = store.view(0, 100)
         storages |= {(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in held}
     assert sum(nbytes for _, nbytes in storages) == cache.nbytes
 
 
-def test_budgets_hold(tmp_path: Path) -> None:
-    """Keys and values on disk: the device has what is under way, whatever the length."""
+def test_prefill_stays_within_the_device_budget(tmp_path: Path) -> None:
+    """Keys and values are on disk; the device budget holds for any length."""
     model = build("llama", torch.float32).eval()
     trunkline.stream(model, chunk_size=16, device_budget=70_000, offload_dir=tmp_path)
     peaks = []
@@ -168,10 +168,10 @@ def test_budgets_hold(tmp_path: Path) -> None:
         trunkline.prefill(model, tokens(1, 100))
 
 
-def test_room_is_given_back(tmp_path: Path) -> None:
+def test_a_dropped_cache_frees_its_disk_space(tmp_path: Path) -> None:
     model = build("llama", torch.float32).eval()
     trunkline.stream(model, chunk_size=16, device_budget=70_000, offload_dir=tmp_path, disk_budget=600_000)
-    for _ in range(6):  # each takes a third of the disk
+    for _ in range(5):  # each takes a third of the disk
         cache = trunkline.prefill(model, tokens(1, 200))
         fork = cache.fork()
         trunkline.prefill(model, tokens(1, 3), cache=fork)
@@ -180,7 +180,7 @@ def test_room_is_given_back(tmp_path: Path) -> None:
     assert meters.peaks["disk"] <= 600_000
 
 
-def test_forks_share_and_go_on_by_themselves(tmp_path: Path) -> None:
+def test_forks_share_segments_and_continue_independently(tmp_path: Path) -> None:
     model, ids = build("llama").eval(), tokens(1, 50)
     ways = [torch.cat([ids, tokens(1, 12, seed=seed)], 1) for seed in (2, 3)]
     expected = [own_logits(model, way) for way in ways]
@@ -194,12 +194,12 @@ def test_forks_share_and_go_on_by_themselves(tmp_path: Path) -> None:
                 step_through(fork, model, way, right, [stop], 1e-9)
         assert cache.length == 50
         assert cache.nbytes == before
-        assert forks[0].links[0].stretch is forks[1].links[0].stretch
+        assert forks[0].segments[0].segment is forks[1].segments[0].segment
         trunkline.unstream(model)
 
 
-def test_rows_that_read_one_prefix() -> None:
-    """Continuations of one row: its keys are held once."""
+def test_several_rows_share_one_prefix() -> None:
+    """Keys of a row are held once for all its continuations."""
     model, ids = build("llama").eval(), tokens(2, 50)
     more = tokens(6, 12, seed=2)
     expected = own_logits(model, torch.cat([ids.repeat_interleave(3, 0), more], 1))
@@ -221,13 +221,13 @@ def test_rows_that_read_one_prefix() -> None:
     torch.testing.assert_close(cache.logits[:, 0], right[:, -1], rtol=1e-9, atol=1e-9)
 
 
-def test_forgetting_the_last_tokens() -> None:
+def test_crop_forgets_the_last_tokens() -> None:
     model, ids = build("llama").eval(), tokens(1, 60)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16)
     cache = trunkline.prefill(model, ids[:, :45])
     trunkline.prefill(model, tokens(1, 5, seed=9), cache=cache)
-    for stop in (47, 45, 30, 16, 7):  # within the open end, at a seam, within a chunk
+    for stop in (47, 45, 30, 16, 7):  # within the decode buffer, between segments, within a chunk
         cache.crop(stop - cache.length)
         assert cache.length == stop
         if stop > 45:
@@ -237,7 +237,7 @@ def test_forgetting_the_last_tokens() -> None:
         cache.crop(-9)
 
 
-def test_a_window_says_when_it_has_forgotten() -> None:
+def test_crop_is_refused_where_a_window_has_dropped_keys() -> None:
     model, ids = build("mistral", sliding_window=20).eval(), tokens(1, 100)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16)
@@ -259,14 +259,14 @@ def test_a_window_says_when_it_has_forgotten() -> None:
         ({"logits_to_keep": -1}, "logits_to_keep=-1"),
     ],
 )
-def test_mistakes(given: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     model = build("llama").eval()
     trunkline.stream(model, chunk_size=16)
     with pytest.raises(ValueError, match=message):
         trunkline.prefill(model, **{"input_ids": tokens(1, 3), **given})
 
 
-def test_mistakes_about_caches() -> None:
+def test_wrong_caches_are_refused() -> None:
     model, other = build("llama").eval(), build("llama").eval()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is not streamed: call trunkline\.stream"):
         trunkline.prefill(model, tokens(1, 3))
@@ -293,7 +293,7 @@ def test_mistakes_about_caches() -> None:
         trunkline.prefill(model.train(), tokens(2, 2), cache=cache)
 
 
-def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_in_a_layer_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, ids = build("llama").eval(), tokens(1, 80)
     expected = own_logits(model, ids)
     for settings in ({}, {"device_budget": 250_000, "offload_dir": tmp_path}):
@@ -309,35 +309,35 @@ def test_an_error_on_the_way_leaves_a_cache_as_it_was(monkeypatch: pytest.Monkey
         trunkline.unstream(model)
 
 
-def test_keys_and_values_rest_head_by_head(tmp_path: Path) -> None:
-    """As decoding reads them: token by token, as layers give them, it takes half as long again."""
+def test_keys_and_values_are_contiguous_by_head(tmp_path: Path) -> None:
+    """Decoding reads them faster than in the order of layers, token by token."""
     model, ids = build("llama").eval(), tokens(2, 90)
     trunkline.stream(model, chunk_size=16, **settings_of(tmp_path, "disk"))
-    (link,) = trunkline.prefill(model, ids).links
-    for pairs in link.stretch.pairs:
-        for sequence in pairs.later:
-            assert all(x.is_contiguous() for x in sequence.read(range(len(link.stretch.chunks))))
+    (view,) = trunkline.prefill(model, ids).segments
+    for store in view.segment.kv:
+        for sequence in store.sequences:
+            assert all(x.is_contiguous() for x in sequence.read(range(len(view.segment.chunks))))
 
 
 @pytest.mark.parametrize(
     ("rows", "prefetch", "budget", "most"),
     [(1, 1, 100_000, 2), (1, 2, 40_000, 8), (1, 2, 100_000, 9), (2, 2, 80_000, 8), (1, 10, 200_000, 11)],
 )
-def test_decoding_has_more_chunks_under_way_where_the_device_has_room(
+def test_decoding_prefetches_more_chunks_where_the_device_has_room(
     rows: int, prefetch: int, budget: int, most: int, tmp_path: Path
 ) -> None:
-    """Eight of keys and values, or `prefetch` if that is more, beside those handed out before; with 1 none are."""
+    """Eight chunks of keys and values, or `prefetch` if more, beside the one in use; with `prefetch=1` no more."""
     model, ids = build("llama").eval(), tokens(rows, 300)
     expected = own_logits(model, ids)
     trunkline.stream(model, chunk_size=16, device_budget=budget, offload_dir=tmp_path, prefetch=prefetch)
     cache = trunkline.prefill(model, ids[:, :256])
     step_through(cache, model, ids, expected, [257], 1e-9)
-    pair, open_end = 16 * rows * sum(cache.widths[0]), cache.open_bytes(rows)
-    for left in (most, min(most, (budget - 2 * open_end) // pair)):  # a fork's open end takes its own
+    pair, buffer = 16 * rows * sum(cache.token_bytes[0]), cache.decode_buffer_bytes(rows)
+    for left in (most, min(most, (budget - 2 * buffer) // pair)):  # a fork's decode buffer takes its own
         trunkline.stats(model)
         step_through(cache, model, ids, expected, [cache.length + 1], 1e-9)
         meters = trunkline.stats(model)
-        assert meters.lanes["fetch"].moved == cache.links[0].stretch.nbytes == 48 * pair
+        assert meters.lanes["fetch"].moved == cache.segments[0].segment.nbytes == 48 * pair
         assert meters.peaks["device"] == cache.tiers.budgets["device"].held + left * pair
         assert meters.peaks["device"] <= budget
         fork = cache.fork()

@@ -1,4 +1,4 @@
-"""What caches go through between forwards: rows that come and go, tokens that are forgotten, copies, errors."""
+"""Caches between forwards: rows are selected, tokens cropped, caches copied; and errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HOW = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token
 
 
 @pytest.fixture(autouse=True)
-def _short_open_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoded tokens move on to their tier every few, so that all of it comes up."""
+def _short_decode_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flush every eight decoded tokens, so that short tests flush too."""
     monkeypatch.setattr("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 
 
@@ -30,7 +30,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 def streamed(family: str = "llama", *, chunk_size: int = 16, **settings: Any) -> tuple[Any, Any]:
-    """A streamed model, and the same model plain."""
+    """Build a streamed model, and the same model unstreamed."""
     own = {name: settings.pop(name) for name in ("sliding_window",) if name in settings}
     model, plain = build(family, **own).eval(), build(family, **own).eval()
     trunkline.stream(model, chunk_size=chunk_size, **settings)
@@ -48,8 +48,8 @@ def check(cache: trunkline.StreamedCache, expected: Tensor) -> None:
     torch.testing.assert_close(cache.logits[:, -1], expected, rtol=1e-9, atol=1e-9)
 
 
-def test_forgetting_behind_a_long_extension() -> None:
-    """The open end is empty then: nothing of its buffers counts."""
+def test_crop_after_a_long_extension() -> None:
+    """The decode buffer is empty then: its old contents do not count."""
     model, plain = streamed()
     ids = tokens(1, 60)
     cache = trunkline.prefill(model, ids[:, :20])
@@ -61,8 +61,8 @@ def test_forgetting_behind_a_long_extension() -> None:
 
 
 @pytest.mark.parametrize("stop", [5, 12, 17, 24, 29])
-def test_forgetting_a_document(stop: int) -> None:
-    """Positions go on where they were, whether or not documents begin at 0."""
+def test_crop_keeps_positions_and_documents(stop: int) -> None:
+    """Positions continue from the last token left, also where documents do not begin at 0."""
     model, _ = streamed()
     positions = torch.tensor([[*range(5, 17), *range(12, 30)]])
     documents = torch.tensor([[0] * 12 + [1] * 18])
@@ -72,7 +72,7 @@ def test_forgetting_a_document(stop: int) -> None:
     assert cache.documents == (((0, 12) if stop > 12 else (0,)),)
 
 
-def test_one_row_of_several() -> None:
+def test_one_row_can_be_selected() -> None:
     model, plain = streamed()
     ids, more = tokens(3, 40), tokens(1, 12, seed=2)
     cache = trunkline.prefill(model, ids)
@@ -82,7 +82,7 @@ def test_one_row_of_several() -> None:
         check(cache, last(plain, torch.cat([ids[1:2], more[:, :stop]], 1)))
 
 
-def test_the_same_tokens_once_more_are_new_tokens() -> None:
+def test_repeated_tokens_are_new_tokens() -> None:
     model, plain = streamed()
     ids = tokens(1, 6)
     cache = trunkline.prefill(model, ids)
@@ -95,7 +95,7 @@ def test_the_same_tokens_once_more_are_new_tokens() -> None:
     assert model.generate(ids[:, :1], **HOW).tolist() == one.tolist()
 
 
-def test_reading_the_last_token_again_where_something_begins_with_it() -> None:
+def test_the_last_token_can_be_read_again_where_a_document_begins_with_it() -> None:
     """A document of one token, and a row that is one token and padding."""
     model, plain = streamed()
     ids = tokens(1, 30)
@@ -110,7 +110,7 @@ def test_reading_the_last_token_again_where_something_begins_with_it() -> None:
     assert model.generate(rows, attention_mask=mask, past_key_values=cache, **HOW).tolist() == expected.tolist()
 
 
-def test_padding_of_one_token_is_seen_by_nobody() -> None:
+def test_padding_of_one_token_is_not_seen() -> None:
     model, plain = streamed()
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[1, 0] = 0
@@ -134,8 +134,8 @@ def test_copies_are_forks() -> None:
         assert own.length == 20
 
 
-def test_what_fails_leaves_rows_as_they_were(tmp_path: Path) -> None:
-    """More rows than there is room for, and an error in a layer on the way to more rows."""
+def test_failures_leave_rows_as_they_were(tmp_path: Path) -> None:
+    """More rows than the device has room for; an error in a layer while rows are repeated."""
     model, plain = streamed(device_budget=150_000, offload_dir=tmp_path)
     ids = tokens(1, 60)
     cache = trunkline.prefill(model, ids)
@@ -155,7 +155,7 @@ def test_what_fails_leaves_rows_as_they_were(tmp_path: Path) -> None:
     check(cache, last(plain, torch.cat([ids, ids[:, :4]], 1)))
 
 
-def test_a_disk_that_fails_costs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_leaks_no_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = streamed(device_budget=110_000, offload_dir=tmp_path)
     ids = tokens(1, 200)
     cache = trunkline.prefill(model, ids[:, :199])
@@ -176,7 +176,7 @@ def test_a_disk_that_fails_costs_no_room(tmp_path: Path, monkeypatch: pytest.Mon
     assert trunkline.stats(model).peaks["device"] <= 110_000
 
 
-def test_a_cache_of_inference_mode_goes_on_outside() -> None:
+def test_a_cache_from_inference_mode_can_be_extended_outside() -> None:
     model, plain = streamed()
     ids = tokens(1, 30)
     with torch.inference_mode():
@@ -189,16 +189,15 @@ def test_a_cache_of_inference_mode_goes_on_outside() -> None:
         check(each, last(plain, ids))
 
 
-def test_many_candidates_before_a_window() -> None:
-    """transformers says beforehand that tokens may be forgotten again."""
+def test_rejected_candidates_can_be_cropped_with_a_window() -> None:
+    """Transformers announces that tokens may be cropped again."""
     model, plain = streamed("mistral", sliding_window=20)
     ids = tokens(1, 30).repeat(1, 8)
-    how = {**HOW, "max_new_tokens": 40, "prompt_lookup_num_tokens": 60}
+    how = {**HOW, "max_new_tokens": 24, "prompt_lookup_num_tokens": 60}
     assert model.generate(ids, **how).tolist() == plain.generate(ids, **how).tolist()
 
 
-def test_penalties_and_streamers_behind_a_cache() -> None:
-    """Penalties see what the cache has read; a streamer hears what follows it."""
+def test_penalties_see_the_cache_and_streamers_do_not() -> None:
     model, plain = streamed()
     ids, question = tokens(1, 40), tokens(1, 5, seed=2)
     cache = trunkline.prefill(model, ids)
@@ -219,14 +218,14 @@ def test_penalties_and_streamers_behind_a_cache() -> None:
     assert heard == [*found.sequences[0].tolist(), -1]
 
 
-def test_a_prompt_that_has_left_every_window_is_no_more(tmp_path: Path) -> None:
-    """Its stretches are let go, and saving does not ask for them."""
+def test_a_prompt_behind_every_window_is_dropped(tmp_path: Path) -> None:
+    """Its segments are dropped, and not saved."""
     model, plain = streamed("mistral", sliding_window=20)
     ids = tokens(1, 180)
     cache = trunkline.prefill(model, ids[:, :40])
     for stop in range(41, 180):
         trunkline.prefill(model, ids[:, stop - 1 : stop], cache=cache)
-    assert len(cache.links) < 12
+    assert len(cache.segments) < 12
     trunkline.save_cache(model, cache, tmp_path / "cache")
     loaded = trunkline.load_cache(model, tmp_path / "cache")
     for each in (cache, loaded):
@@ -236,7 +235,7 @@ def test_a_prompt_that_has_left_every_window_is_no_more(tmp_path: Path) -> None:
         check(each, last(plain, ids))
 
 
-def test_other_implementations_of_caches_are_refused() -> None:
+def test_other_cache_classes_are_refused() -> None:
     model, _ = streamed()
     with pytest.raises(ValueError, match=r"a StaticCache \(cache_implementation\) has no effect"):
         model.generate(tokens(1, 9), cache_implementation="static", **HOW)

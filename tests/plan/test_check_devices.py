@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import attention as torch_attention
 
-from trunkline.attention import flash, kernels
+from trunkline.attention import kernels
 from trunkline.plan import measurements
 from trunkline.plan.checks import check_attention, check_devices
 
@@ -185,7 +185,7 @@ def computes(monkeypatch):
 )
 def test_attention_on_gpus(monkeypatch, computes, capability, installed, short, state, text):
     made_up(monkeypatch, capability=capability)
-    monkeypatch.setattr(flash, "_installed", lambda package: installed)
+    monkeypatch.setattr(kernels, "_is_installed", lambda package: installed)
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", lambda name: None)
     monkeypatch.setattr(torch_attention, "restore_flash_attention_impl", lambda: None)
     with warnings.catch_warnings():

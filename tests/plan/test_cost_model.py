@@ -9,7 +9,7 @@ import torch
 from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from trunkline.attention.meta_kernel import Attended
+from trunkline.attention.meta_kernel import KernelCall
 from trunkline.plan.cost_model import FREE, CostModel, OperatorCost, kind_of
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
@@ -145,8 +145,8 @@ def test_thin_products_by_their_bytes() -> None:
     assert cost(aten.mm.default, vector, matrix) == OperatorCost(pytest.approx(nbytes / 1e12), 2 * 4096 * 4096)
 
 
-def attended(direction: Any, *, kernel: str = "flash", causal: bool = True) -> Attended:
-    return Attended(direction, kernel, torch.bfloat16, 2, 8, 4, 64, 256, 128, 96, causal)
+def attended(direction: Any, *, kernel: str = "flash", causal: bool = True) -> KernelCall:
+    return KernelCall(direction, kernel, torch.bfloat16, 2, 8, 4, 64, 256, 128, 96, causal)
 
 
 def test_attention_by_its_pairs() -> None:

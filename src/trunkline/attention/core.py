@@ -1,23 +1,20 @@
-"""The core: attention of one layer over all its chunks, and its gradient, by query chunks.
+"""The core: attention of one layer over all its chunks, and its gradient.
 
-Chunk i of the queries meets keys/values 0 … i, in kernel calls as long as is fast; partial outputs are merged in fp32.
-Backward goes through the chunks in falling order, so that when chunk i is reached every later chunk has already left
-its share of dk_i and dv_i in the fp32 accumulators, and dq_i, dk_i, dv_i come back complete (FPDT, arXiv 2408.16978,
-section 4, with the loops turned inside out: queries outside, keys inside).
+Chunk i of the queries attends to keys and values of chunks 0 … i (`trunkline.attention.loop`). The backward takes
+chunks in descending order: when chunk i is reached, every later chunk has added its share of dk_i and dv_i to the fp32
+sums, so that dq_i, dk_i, dv_i are complete as they are returned (FPDT, arXiv 2408.16978, section 4, with the loops
+exchanged: queries outside, keys inside).
 
-Keys, values and their accumulators of the first chunks rest on the device, as one buffer each, so that many earlier
-keys are one view of it: as many chunks as the device has room for, all of them where there is no budget (*resident*).
-Those of the other chunks are *streamed*: one kernel call a chunk, while the next is fetched. With a window every chunk
-is, so that those that no later query sees can be let go.
-
-What queries see of the keys before them (`trunkline.attention.mask`) says which chunks they meet at all, and in
-which calls.
+Keys, values and the sums of their gradients are *resident* for the first chunks: one buffer on the device each, so that
+many earlier keys are one view. As many chunks are resident as the device budget has room for; all of them without a
+budget. The others are *streamed*: one kernel call a chunk, while the next chunk is fetched. With a sliding window every
+chunk is streamed, so that chunks which no later query sees can be dropped.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trunkline.attention import block_call
-from trunkline.attention.grad_sum import GradSum
-from trunkline.attention.kernels import Kernel, resolve
+from trunkline.attention.kernel_base import Kernel
+from trunkline.attention.kernels import resolve
 from trunkline.attention.kv_gather import KeyValueGather
 from trunkline.attention.kv_spans import GradScatter, KVSpan, KVSpans
 from trunkline.attention.kv_store import KVPair, KVStore
-from trunkline.attention.mask import PLAIN, MaskBlock, RowMask
-from trunkline.attention.online_softmax import OnlineSoftmax, joined_rows
+from trunkline.attention.loop import GradSum, attend_spans, differentiate_spans
+from trunkline.attention.mask import CAUSAL, RowMask
 from trunkline.attention.schedule import ChunkSchedule
-from trunkline.attention.scoring import Scoring, sinks_gradient, with_sinks
+from trunkline.attention.scoring import Scoring, sinks_gradient
 from trunkline.chunking import Chunk
 from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores
@@ -42,9 +38,17 @@ from trunkline.offload.stores import Stores
 
 @dataclass(frozen=True, slots=True)
 class CoreStores:
-    """The stores of a core: keys, values, outputs, log-sum-exps, gradients of keys and values.
+    """Names of a core's stores.
 
-    `working_k` and `working_v` are those of the layer under way, where `k` and `v` are kept for each layer.
+    Attributes:
+        k: keys.
+        v: values.
+        o: outputs.
+        lse: log-sum-exps.
+        dk: sums of the gradients of keys.
+        dv: sums of the gradients of values.
+        working_k: keys of the current layer, where `k` is kept for each layer; empty if `k` serves for both.
+        working_v: values of the current layer, likewise.
     """
 
     k: str
@@ -58,30 +62,31 @@ class CoreStores:
 
     @property
     def working_set(self) -> tuple[str, str, str, str]:
-        """What a layer under way goes through once for every chunk."""
+        """Stores that the current layer needs for every chunk: keys, values, and the sums of their gradients."""
         return self.working_k or self.k, self.working_v or self.v, self.dk, self.dv
 
 
 def schedule_of(chunks: list[Chunk], row_masks: Sequence[RowMask], gather: KeyValueGather | None) -> ChunkSchedule:
-    """Which of these rows' chunks meet; see `Core`."""
+    """Build the schedule of a layer; see `Core` for the arguments."""
     return ChunkSchedule(chunks, row_masks, *((0, 1) if gather is None else (gather.rank, gather.size)))
 
 
 class Core:
-    """Attention of one layer over the chunks of one forward pass.
+    """Attention of one layer over the chunks of one forward pass, and its backward.
 
     Args:
         chunks: the chunks of the sequence.
         kernel: a kernel's name, or `auto`.
-        keep_attention: keep output and log-sum-exp of every chunk for the backward sweep.
+        keep_attention: keep the output and log-sum-exp of every chunk for the backward sweep.
         keep_kv: keep keys and values for the backward sweep.
-        stores: where what is kept rests.
-       store_names: of the stores.
-        gather: brings together keys and values that ranks hold in parts: then `chunks` are this rank's rows of each
-            chunk, both queries and keys, in their own numbering.
-        row_masks: what tokens see, of each row of the batch, or one for all rows.
-        softcap: of scores; None for none.
-        drop_passed_kv: let go of keys and values that a window has passed; False has them resident like any.
+        stores: where kept tensors rest.
+        store_names: names of the stores.
+        gather: gathers keys and values that ranks hold in parts; `chunks` are then this rank's rows of each chunk,
+            queries and keys alike, in their own numbering. None for one rank.
+        row_masks: of each row of the batch, or one for all rows.
+        softcap: soft cap of the scores; None for none.
+        drop_passed_kv: drop keys and values once no later chunk sees them (sliding windows); False makes them resident
+            like any other.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Core:
         stores: Stores,
         store_names: CoreStores,
         gather: KeyValueGather | None = None,
-        row_masks: Sequence[RowMask] = PLAIN,
+        row_masks: Sequence[RowMask] = CAUSAL,
         softcap: float | None = None,
         drop_passed_kv: bool = True,
     ) -> None:
@@ -104,54 +109,55 @@ class Core:
         self._kernel_name = kernel
         self._gather = gather
         self._softcap = softcap
-        self._num_sights = len(row_masks)
-        self._meetings = schedule_of(chunks, row_masks, gather)
-        self.drops_passed_kv = drop_passed_kv and self._meetings.has_window
+        self._schedule = schedule_of(chunks, row_masks, gather)
+        self.drops_passed_kv = drop_passed_kv and self._schedule.has_window
         self._kernel: Kernel | None = None
-        self._kv_complete = False  # what a backward sweep needs of keys and values is where it will look
-        self._capturing = False  # they are taken from a replay, since the forward did not keep them
-        # Within budgets, keys and values that are kept leave the buffers to the layers that follow.
-        self._separate = bool(store_names.working_k) and stores.placement is not None
+        self._kv_complete = False  # every key that the backward sweep needs is in `_kv`
+        self._keeps_replayed_kv = False  # keys are kept from a replay of the forward, which did not keep them
+        # With budgets, kept keys and values leave the buffers, which serve the layers that follow.
+        self._saves_resident = bool(store_names.working_k) and stores.placement is not None
         self.num_resident = 0 if self.drops_passed_kv else stores.num_resident(store_names.working_set, len(chunks))
-        # As many chunks as one meets take turns in the places of the layer under way.
-        turns = self._meetings.num_live_chunks if self.drops_passed_kv else None
-        own = None if store_names.working_k else turns  # else they have places of their own, where all of them stay
-        self._kv = KVStore(
-            chunks, self.num_resident, stores, (store_names.k, store_names.v), own
-        )  # in the kernel's dtype
-        self._pieces = KVSpans(chunks, self._kv, self.num_resident, self._meetings, gather)
-        self._dkv = KVStore(chunks, self.num_resident, stores, (store_names.dk, store_names.dv), turns)  # fp32 or wider
-        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (store_names.o, store_names.lse))
+        slots = self._schedule.num_live_chunks if self.drops_passed_kv else None
+        kv_slots = None if store_names.working_k else slots  # kept for each layer, every chunk has a slot of its own
+        names = store_names
+        self._kv = KVStore(chunks, self.num_resident, stores, (names.k, names.v), kv_slots)  # in the kernel's dtype
+        self._spans = KVSpans(chunks, self._kv, self.num_resident, self._schedule, gather)
+        self._dkv = KVStore(chunks, self.num_resident, stores, (names.dk, names.dv), slots)  # fp32 or wider
+        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
-        self._known: deque[tuple[Tensor, ...]] = deque()  # outputs (and log-sum-exps) of chunks that are under way
+        # Outputs (and log-sum-exps) that were loaded before their queries arrived: of the chunks under way.
+        self._loaded: deque[tuple[Tensor, ...]] = deque()
 
     def needs_kv_recompute(self, chunk: Chunk) -> bool:
-        """Whether keys/values of a chunk must be computed again before the backward sweep: a later one meets them."""
-        return not self._kv_complete and self._meetings.is_met_after(chunk, chunk.index)
+        """Return True if the backward sweep needs keys and values of a chunk that were not kept.
+
+        The last chunk that sees them has them from its own replay; earlier chunks need them before.
+        """
+        return not self._kv_complete and self._schedule.is_used_after(chunk, chunk.index)
 
     def first_needed_chunk(self, chunk: Chunk) -> int:
-        """The first chunk whose keys and values must be there when one is replayed in the backward sweep."""
+        """Return the index of the first chunk whose keys and values must be there when `chunk` is replayed."""
         following = self._before(chunk)
-        if self._gather is not None and following is not None:  # whose first are sent for beforehand
-            return self._meetings.before(following).start
-        return self._meetings.before(chunk).start
+        if self._gather is not None and following is not None:  # its first span is gathered ahead
+            return self._schedule.earlier(following).start
+        return self._schedule.earlier(chunk).start
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: outputs and log-sum-exps, keys and values, and their gradients' sums."""
+        """Bytes held now: outputs and log-sum-exps, keys and values, and the sums of their gradients."""
         return sum(x.nbytes for x in self._kept) + self._kv.nbytes + self._dkv.nbytes
 
-    # -- the sweeps ----------------------------------------------------------------------------------------------------
+    # -- forward sweep -------------------------------------------------------------------------------------------------
 
     def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one chunk in the forward sweep (chunks in rising order).
+        """Compute the attention of one chunk, in the forward sweep (chunks in ascending order).
 
         Args:
-            chunk: which.
+            chunk: the chunk.
             q: its queries (B, H, C, D).
-            k: its keys (B, K, C, D); kept for the chunks that follow.
+            k: its keys (B, K, C, D); stored for the chunks that follow.
             v: its values.
-            scoring: how scores become weights.
+            scoring: scale, soft cap and sinks.
 
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
@@ -163,83 +169,85 @@ class Core:
         return o
 
     def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk, keeping neither; see `forward`."""
+        """Compute the output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk; keep neither."""
         if chunk.index == 0:
-            self._kv.read_later(j for each in self.chunks for j in self._pieces.streamed_before(each))
+            self._kv.read_streamed(j for each in self.chunks for j in self._spans.streamed_earlier(each))
         self._softcap = scoring.softcap
-        own = self._own(k, v) if self._kv_complete else self.append_kv(chunk, k, v)
+        own = self._to_kernel_dtype(k, v) if self._kv_complete else self.append_kv(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
         attended = self._attend(chunk, q, own, scoring, following)
         if self.drops_passed_kv and not self.keep_kv:
-            self._kv.drop(self._meetings.passed(chunk))
+            self._kv.drop(self._schedule.last_used_by(chunk))
         return attended
 
     def keep_for_backward(self) -> None:
-        """Keep from now on what the backward sweep will need."""
-        self._capturing = not self.keep_kv
+        """Keep from now on everything that the backward sweep needs."""
+        self._keeps_replayed_kv = not self.keep_kv
         self.keep_attention = self.keep_kv = True
 
     def end_forward(self) -> None:
-        """Let go of what the backward sweep will not find here."""
+        """Drop what is not kept for the backward sweep."""
         self._kv.end_reading()
-        self._kv_complete = self.keep_kv and not self._separate
+        self._kv_complete = self.keep_kv and not self._saves_resident
         if not self.keep_kv:
             self._kv.clear()
-        elif self._separate:
+        elif self._saves_resident:
             self._kv.clear_buffers()
 
     def restore_kv(self) -> bool:
-        """Have keys and values that were kept back in the buffers; False where they were not kept."""
+        """Bring kept keys and values back into the buffers; return False if they were not kept."""
         if self.keep_kv and not self._kv_complete:
-            self._kv.restore()
+            self._kv.restore_resident()
             self._kv_complete = True
         return self._kv_complete
 
     def append_kv(self, chunk: Chunk, k: Tensor, v: Tensor) -> KVPair:
-        """Keep keys/values of a chunk, for it and the chunks that come after it; gives them in the kernel's dtype."""
-        own = self._own(k, v)
+        """Store keys and values of a chunk, for it and later chunks; return them in the kernel's dtype."""
+        own = self._to_kernel_dtype(k, v)
         self._kv.put(chunk, own)
-        if self._separate and self.keep_kv:
-            self._kv.save(chunk, own)
+        if self._saves_resident and self.keep_kv:
+            self._kv.save_resident(chunk, own)
         return own
 
     def load_kept_output(self, chunk: Chunk) -> Tensor:
-        """The output that `kept_output` will give (chunks in rising order), before its queries are there."""
+        """Load the output that `kept_output` will return (chunks in ascending order), before its queries are there."""
         if chunk.index == 0:
             self._kept_readers = (self._kept[0].read(range(len(self.chunks))),)
-        self._known.append((self._kept_readers[0].next(),))
-        return self._known[-1][0]
+        self._loaded.append((self._kept_readers[0].next(),))
+        return self._loaded[-1][0]
 
     def kept_output(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """The output that was kept, in a replay of the forward sweep; keys and values are kept if they were not.
+        """Return the kept output in a replay of the forward sweep; keep keys and values if they were not kept.
 
-        `load_kept_output` comes before it.
+        Call `load_kept_output` first.
         """
         self._softcap = scoring.softcap
-        if self._capturing and self._separate and chunk.index < self.num_resident:
-            self._kv.save(chunk, self._own(k, v))
-        elif self._capturing:
+        if self._keeps_replayed_kv and self._saves_resident and chunk.index < self.num_resident:
+            self._kv.save_resident(chunk, self._to_kernel_dtype(k, v))
+        elif self._keeps_replayed_kv:
             self.append_kv(chunk, k, v)
-        (o,) = self._known.popleft()
+        (o,) = self._loaded.popleft()
         if chunk is self.chunks[-1]:
             self._kept_readers[0].release()
             self._kept_readers = ()
         return o
 
+    # -- backward sweep ------------------------------------------------------------------------------------------------
+
     def load_output(self, chunk: Chunk) -> Tensor | None:
-        """The output that `replay` will give, before its queries are there; None where it was not kept."""
+        """Load the output that `replay` will return, before its queries are there; return None if it was not kept."""
         if not self.keep_attention:
             return None
         if chunk is self.chunks[-1]:
-            falling = range(len(self.chunks) - 1, -1, -1)
-            self._kept_readers = tuple(sequence.read(falling, take=True) for sequence in self._kept)
-        self._known.append(tuple(reader.next() for reader in self._kept_readers))
-        return self._known[-1][0]
+            descending = range(len(self.chunks) - 1, -1, -1)
+            self._kept_readers = tuple(sequence.read(descending, take=True) for sequence in self._kept)
+        self._loaded.append(tuple(reader.next() for reader in self._kept_readers))
+        return self._loaded[-1][0]
 
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of one chunk in the backward sweep (chunks in falling order), as a node of the autograd graph.
+        """Return the attention of one chunk as a node of the autograd graph (chunks in descending order).
 
-        `load_output` comes before it.
+        The node's backward is the core's. Call `load_output` first.
         """
         o: Tensor = _ReplayAttention.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
@@ -247,27 +255,31 @@ class Core:
     def gradient(
         self, chunk: Chunk, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v of one chunk (chunks in falling order), whose keys/values are all in the buffers."""
+        """Compute dq, dk, dv of one chunk (chunks in descending order); keys of all chunks must be resident."""
         assert self.num_resident == len(self.chunks), "keys and values of all chunks must be resident"
-        return self._gradient(chunk, do, q, self._kv.span(chunk.start, chunk.stop), o, lse, scale)
+        return self._gradient(chunk, do, q, self._kv.view(chunk.start, chunk.stop), o, lse, scale)
 
     def _begin_backward(self, *, differentiated: bool) -> None:
-        """Before the last chunk's replay: say what will be read in which order."""
-        falling = self.chunks[::-1]
-        times = (not self.keep_attention) + differentiated  # to compute a chunk's attention again, and its gradient
-        self._kv.read_later(j for each in falling for _ in range(times) for j in self._pieces.streamed_before(each))
+        """Announce the reads of the whole sweep, before the last chunk is replayed."""
+        descending = self.chunks[::-1]
+        passes = (not self.keep_attention) + differentiated  # over a chunk's keys: attention again, and its gradient
+        self._kv.read_streamed(
+            j for each in descending for _ in range(passes) for j in self._spans.streamed_earlier(each)
+        )
         if differentiated:
-            met = ((each, j) for each in falling for j in (*self._pieces.streamed_before(each), each.index))
-            later = (j for each, j in met if j >= self.num_resident and self._meetings.is_met_after(each, j))
-            self._dkv.read_later(later, take=True)
+            seen = ((each, j) for each in descending for j in (*self._spans.streamed_earlier(each), each.index))
+            # A sum is read only where a later chunk (one that was before in this order) has started it.
+            started = (j for each, j in seen if j >= self.num_resident and self._schedule.is_used_after(each, j))
+            self._dkv.read_streamed(started, take=True)
 
-    def _kept_output(
+    def _output(
         self, chunk: Chunk, q: Tensor, own: KVPair, scoring: Scoring, *, differentiated: bool
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of a chunk in the backward sweep."""
+        """Return output and log-sum-exp of a chunk in the backward sweep: kept, or computed again."""
         if not self.keep_attention:
+            # Spans are read next for this chunk's gradient, if there is one; else for the chunk before.
             return self._attend(chunk, q, own, scoring, chunk if differentiated else self._before(chunk))
-        o, lse = self._known.popleft()
+        o, lse = self._loaded.popleft()
         return o, lse
 
     def _before(self, chunk: Chunk) -> Chunk | None:
@@ -279,9 +291,9 @@ class Core:
         self._kv.clear()
         self._dkv.clear()
 
-    # -- the two directions of one chunk -------------------------------------------------------------------------------
+    # -- one chunk -----------------------------------------------------------------------------------------------------
 
-    def _own(self, k: Tensor, v: Tensor) -> KVPair:
+    def _to_kernel_dtype(self, k: Tensor, v: Tensor) -> KVPair:
         if self._kernel is None:
             shape = k.shape[-1], v.shape[-1]
             self._kernel = resolve(k.device, k.dtype, *shape, self._kernel_name, softcap=self._softcap)
@@ -292,16 +304,11 @@ class Core:
         self, chunk: Chunk, q: Tensor, own: KVPair, scoring: Scoring, following: Chunk | None
     ) -> tuple[Tensor, Tensor]:
         assert self._kernel is not None
-        q_compute = q.to(own[0].dtype)
-        merged = [OnlineSoftmax(q.shape[2]) for _ in range(self._num_sights)]
-        for piece in self._pieces.of_chunk(chunk, q, own, following, self._kernel):
-            for row, first, block in self._blocks(chunk, piece):
-                given = block_call.of_row(row, q_compute, piece.k, piece.v)
-                part = block_call.forward(self._kernel, block, *given, first=first, scale=scoring.scale)
-                merged[row or 0].add(block.rows, *part)
-        o, lse = joined_rows([each.result() for each in merged])
-        if scoring.sinks is not None:
-            o, lse = with_sinks(o, lse, scoring.sinks)
+        spans = self._spans.of_chunk(chunk, q, own, following, self._kernel)
+        queries, row_masks = self._schedule.queries(chunk), self._schedule.row_masks
+        o, lse = attend_spans(
+            q.to(own[0].dtype), spans, self._kernel, queries=queries, row_masks=row_masks, scoring=scoring
+        )
         return o.to(q.dtype), lse
 
     def _gradient(
@@ -310,64 +317,51 @@ class Core:
         kernel = self._kernel
         assert kernel is not None
         do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
-        if len(self.chunks) == 1 == self.num_resident and self._gather is None and self._meetings.is_causal:
-            gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)
+        if len(self.chunks) == 1 == self.num_resident and self._gather is None and self._schedule.is_causal:
+            gradients = kernel.backward(do, q, *own, o, lse, causal=True, scale=scale)  # nothing to add up
             self._end_backward()
             return gradients
-        self._dkv.begin_sums(own, lse.dtype)
-        returns = None if self._gather is None else GradScatter(self._gather)
+        self._dkv.zero_buffers(own, lse.dtype)
+        scatter = None if self._gather is None else GradScatter(self._gather)
         dq = GradSum(q, lse.dtype)
         sums: KVPair | None = None
-        for piece in self._pieces.of_chunk(chunk, q, own, self._before(chunk), kernel, backward=True):
-            dk, dv = GradSum(piece.k, lse.dtype), GradSum(piece.v, lse.dtype)
-            for row, first, block in self._blocks(chunk, piece):
-                given = block_call.of_row(row, do, q, piece.k, piece.v, o, lse)
-                parts = block_call.backward(kernel, block, *given, first=first, scale=scale)
-                keys = block.keys[0] - first, block.keys[1] - first
-                for total, part, at in zip((dq, dk, dv), parts, (block.rows, keys, keys), strict=True):
-                    total.add(part, row, *at)
-            pair = dk.value, dv.value
-            for to, shares in [(piece, pair)] if returns is None else returns.send(piece, pair):
-                sums = self._add(chunk, to, shares)
-        for to, shares in () if returns is None else returns.rest():
-            sums = self._add(chunk, to, shares)
+        spans = self._spans.of_chunk(chunk, q, own, self._before(chunk), kernel, backward=True)
+        queries, row_masks = self._schedule.queries(chunk), self._schedule.row_masks
+        for span, pair in differentiate_spans(
+            do, q, o, lse, spans, kernel, queries=queries, row_masks=row_masks, scale=scale, dq=dq
+        ):
+            for own_span, shares in [(span, pair)] if scatter is None else scatter.send(span, pair):
+                sums = self._add_gradients(chunk, own_span, shares)
+        for own_span, shares in () if scatter is None else scatter.rest():
+            sums = self._add_gradients(chunk, own_span, shares)
+        # The chunk's own keys come last, so that `sums` are theirs now, unless they are slices of the buffers.
         if chunk.index < self.num_resident:
-            sums = self._dkv.span(chunk.start, chunk.stop)
+            sums = self._dkv.view(chunk.start, chunk.stop)
         if self.drops_passed_kv and chunk.index:
-            self._kv.drop([chunk.index - 1])  # its own come with its replay
-        if chunk.index == 0:  # the last of a backward sweep
+            self._kv.drop([chunk.index - 1])  # the chunk before takes its own keys from its replay
+        if chunk.index == 0:  # the last chunk of a backward sweep
             self._end_backward()
         assert sums is not None
         return dq.value, *sums
 
-    def _add(self, chunk: Chunk, piece: KVSpan, gradients: KVPair) -> KVPair:
-        """Add one chunk's share of the gradients of the keys and values of a piece; gives their sums."""
-        if piece.span is not None:
-            sums = self._dkv.span(*piece.span)
+    def _add_gradients(self, chunk: Chunk, span: KVSpan, gradients: KVPair) -> KVPair:
+        """Add a chunk's share of the gradients of a span to their sums; return the sums."""
+        if span.resident is not None:
+            sums = self._dkv.view(*span.resident)
             for total, x in zip(sums, gradients, strict=True):
                 total += x
             return sums
-        assert piece.streamed is not None
-        if self._meetings.is_met_after(chunk, piece.streamed.index):
-            total_k, total_v = self._dkv.next_later()
+        assert span.streamed is not None
+        if self._schedule.is_used_after(chunk, span.streamed.index):  # a later chunk has started the sums
+            total_k, total_v = self._dkv.next_streamed()
             gradients = total_k.add_(gradients[0]), total_v.add_(gradients[1])
-        if piece.streamed is not chunk:
-            self._dkv.put(piece.streamed, gradients)
+        if span.streamed is not chunk:  # the sums of the chunk's own keys are complete: they are returned, not stored
+            self._dkv.put(span.streamed, gradients)
         return gradients
-
-    def _blocks(self, chunk: Chunk, piece: KVSpan) -> Iterator[tuple[int | None, int, MaskBlock]]:
-        """Kernel calls of a chunk over a piece: a row of the batch or None for all, where the keys begin, the block."""
-        assert self._kernel is not None
-        if piece.first is None:
-            yield None, 0, MaskBlock((0, len(chunk)), (0, piece.k.shape[2]))
-            return
-        joined = self._kernel.bottom_right
-        for row, block in self._meetings.blocks(chunk, piece.first, piece.k.shape[2], joined=joined):
-            yield (None if self._num_sights == 1 else row), piece.first, block
 
 
 class _ReplayAttention(torch.autograd.Function):
-    """Attention of one chunk: forward hands out what was kept (or computes it again), backward is the core's."""
+    """Attention of one chunk in the backward sweep: forward returns the kept output, backward is the core's."""
 
     @staticmethod
     def forward(
@@ -379,22 +373,22 @@ class _ReplayAttention(torch.autograd.Function):
         if chunk is core.chunks[-1]:
             core._begin_backward(differentiated=differentiated)
         if not streamed and not core._kv_complete and not core.needs_kv_recompute(chunk):
-            core._kv.put(chunk, core._own(k, v))
-        own = core._own(k, v) if streamed else core._kv.span(chunk.start, chunk.stop)
-        o, lse = core._kept_output(chunk, q, own, scoring, differentiated=differentiated)
-        # Keys and values in the buffers are still there in backward.
+            core._kv.put(chunk, core._to_kernel_dtype(k, v))
+        own = core._to_kernel_dtype(k, v) if streamed else core._kv.view(chunk.start, chunk.stop)
+        o, lse = core._output(chunk, q, own, scoring, differentiated=differentiated)
+        # Resident keys are still in the buffers at this node's backward: saving views of them would hold the buffers.
         ctx.save_for_backward(q, o, lse, *(own if streamed else ()))
         ctx.core, ctx.chunk, ctx.scoring = core, chunk, scoring.detached
         ctx.dtypes = q.dtype, k.dtype, v.dtype
         if chunk.index == 0 and not differentiated:  # nothing before attention is trained: there will be no backward
             core._end_backward()
-        return o.view_as(o)
+        return o.view_as(o)  # autograd marks what is returned: the kept tensor itself must stay a plain one
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, o, lse, *own = ctx.saved_tensors
-        own = own or ctx.core._kv.span(ctx.chunk.start, ctx.chunk.stop)
+        own = own or ctx.core._kv.view(ctx.chunk.start, ctx.chunk.stop)
         gradients = ctx.core._gradient(ctx.chunk, do, q, tuple(own), o, lse, ctx.scoring.scale)
         sinks = ctx.scoring.sinks
         dsinks = None if sinks is None else sinks_gradient(do, o, lse, sinks).to(sinks.dtype)

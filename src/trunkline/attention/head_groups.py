@@ -1,9 +1,9 @@
-"""The core by head groups: where a layer's keys and values do not fit on the device, those of a few heads do.
+"""The core by head groups: for layers whose keys and values do not fit on the device, while those of a few heads do.
 
-Streamed chunk by chunk, every chunk of queries has all earlier keys fetched again: traffic grows with the square of the
-sequence. Here the heads are cut into groups that do not meet each other, and each group goes through all its chunks
-with its keys and values resident: everything moves in and out a fixed number of times. The price is that the layer is
-run in two halves, projections first and the rest after, so that projections are computed twice.
+Streamed chunk by chunk, all earlier keys are fetched again for every chunk of queries: traffic grows with the square of
+the sequence. Here the heads are cut into groups, which attention never mixes, and each group goes through all chunks
+with its keys and values resident: every tensor moves in and out a fixed number of times. In return the layer runs in
+two parts, projections first and the rest later, so that projections are computed twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from trunkline.attention.core import Core, CoreStores
 from trunkline.attention.kv_gather import KeyValueGather
-from trunkline.attention.mask import PLAIN, RowMask
+from trunkline.attention.mask import CAUSAL, RowMask
 from trunkline.attention.scoring import Scoring, sinks_gradient
 from trunkline.chunking import Chunk
 from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
@@ -29,7 +29,7 @@ from trunkline.offload.stores import Stores
 
 @dataclass(frozen=True, slots=True)
 class HeadGroupStores:
-    """The stores of one group of heads: queries, keys, values, output's gradients, outputs, log-sum-exps."""
+    """Names of the stores of one head group: queries, keys, values, gradients of outputs, outputs, log-sum-exps."""
 
     q: str
     k: str
@@ -42,19 +42,18 @@ class HeadGroupStores:
 class HeadGroupsCore:
     """Attention of one layer over the chunks of one forward pass, head group by head group.
 
-    In the forward: `project` for every chunk, `attend`, then `kept_output` for every chunk. In the backward `replay`
-    for every chunk, `differentiate`, then `gradients` for every chunk; before that, where outputs were not kept, the
-    first two.
+    Forward: `project` for every chunk, `attend`, then `kept_output` for every chunk. Backward: `replay` for every
+    chunk, `differentiate`, then `gradients` for every chunk; if outputs were not kept, `project` and `attend` first.
 
     Args:
         chunks: the chunks of the sequence.
         kernel: a kernel's name, or `auto`.
         keep_attention: keep outputs and log-sum-exps for the backward.
-        stores: where everything rests.
-       store_names: of the stores of each group.
-       inner_names: of the stores in which one group's keys, values and their gradients are resident.
-        gather: of keys and values that ranks hold in parts.
-        row_masks: what tokens see, of each row of the batch, or one for all rows.
+        stores: where tensors rest.
+        store_names: names of each group's stores.
+        inner_names: names of the stores in which one group's keys, values and their gradients are resident.
+        gather: gathers keys and values that ranks hold in parts; None for one rank.
+        row_masks: of each row of the batch, or one for all rows.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class HeadGroupsCore:
         store_names: list[HeadGroupStores],
         inner_names: CoreStores,
         gather: KeyValueGather | None = None,
-        row_masks: Sequence[RowMask] = PLAIN,
+        row_masks: Sequence[RowMask] = CAUSAL,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
@@ -84,7 +83,7 @@ class HeadGroupsCore:
             {kind: ChunkedSequence(count, stores, getattr(group, kind)) for kind in kinds} for group in store_names
         ]
         self._readers: list[Reader] = []
-        self._known: deque[Tensor] = deque()  # outputs of chunks that are under way
+        self._loaded: deque[Tensor] = deque()  # outputs loaded before their queries arrived
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -94,11 +93,11 @@ class HeadGroupsCore:
         self._stash(chunk, ("q", "k", "v"), (q, k, v))
 
     def attend(self) -> None:
-        """All attention of the layer. Queries, keys and values are let go."""
-        rising = range(len(self.chunks))
+        """Compute all attention of the layer. Queries, keys and values are dropped."""
+        ascending = range(len(self.chunks))
         for number, group in enumerate(self._groups):
             core = self._core()
-            for chunk, q, k, v in self._read(group, ("q", "k", "v"), rising, take=True):
+            for chunk, q, k, v in self._read(group, ("q", "k", "v"), ascending, take=True):
                 scoring = self._scoring.of_heads(self._heads(number, q.shape[1]))
                 o, lse = core.attend(chunk, q, k, v, scoring)
                 group["o"].stash(chunk.index, o)
@@ -106,25 +105,25 @@ class HeadGroupsCore:
             core.end_forward()
 
     def load_kept_output(self, chunk: Chunk) -> Tensor:
-        """The output (B, H, C, D) that `kept_output` will give, chunks in rising order; kept if it is to be kept."""
+        """Load the output (B, H, C, D) that `kept_output` will return, chunks in ascending order."""
         if chunk.index == 0:
             self._read_outputs(range(len(self.chunks)), take=not self.keep_attention)
-        self._known.append(self._next_output())
-        return self._known[-1]
+        self._loaded.append(self._next_output())
+        return self._loaded[-1]
 
     def kept_output(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """The output of a chunk. `load_kept_output` comes before it."""
-        o = self._known.popleft()
+        """Return the output of a chunk. Call `load_kept_output` first."""
+        o = self._loaded.popleft()
         if chunk is self.chunks[-1]:
             self._end_reading()
         return o
 
     def keep_for_backward(self) -> None:
-        """Keep from now on what the backward will need."""
+        """Keep from now on everything that the backward needs."""
         self.keep_attention = True
 
     def end_forward(self) -> None:
-        """Let go of what the backward will not find here."""
+        """Drop what is not kept for the backward."""
         if not self.keep_attention:
             for group in self._groups:
                 group["lse"].clear()
@@ -132,62 +131,67 @@ class HeadGroupsCore:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def load_output(self, chunk: Chunk) -> Tensor:
-        """The output that `replay` will give, before its queries are there."""
+        """Load the output that `replay` will return, before its queries are there."""
         if chunk is self.chunks[-1]:
             self._read_outputs(range(len(self.chunks) - 1, -1, -1), take=False)
-        self._known.append(self._next_output())
-        return self._known[-1]
+        self._loaded.append(self._next_output())
+        return self._loaded[-1]
 
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """The output of a chunk (chunks in falling order), as a node that takes its gradient and passes none on.
+        """Return the output of a chunk (chunks in descending order), as a node of the autograd graph.
 
-        `load_output` comes before it.
+        The node's backward stores the gradient for `differentiate` and passes none on. Call `load_output` first.
         """
         o: Tensor = _DeferGradient.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
 
     def differentiate(self) -> bool:
-        """All gradients of the layer's attention, in place of queries, keys and values; False if none are wanted."""
+        """Compute all gradients of the layer's attention, which replace queries, keys and values in their stores.
+
+        Returns:
+            False if no gradient is needed.
+        """
         if not any(group["do"].nbytes for group in self._groups):  # nothing before attention is trained
             self.clear()
             return False
-        rising, falling = range(len(self.chunks)), range(len(self.chunks) - 1, -1, -1)
+        ascending = range(len(self.chunks))
+        descending = ascending[::-1]
         dsinks = []
         for number, group in enumerate(self._groups):
-            dsinks += self._differentiate(number, group, rising, falling)
+            dsinks += self._differentiate(number, group, ascending, descending)
         if dsinks:
             groups = [[x for n, x in dsinks if n == number] for number in range(len(self._groups))]
             self._dsinks = torch.cat([torch.stack(each).sum(0) for each in groups])
         return True
 
     def _differentiate(
-        self, number: int, group: dict[str, ChunkedSequence], rising: range, falling: range
+        self, number: int, group: dict[str, ChunkedSequence], ascending: range, descending: range
     ) -> list[tuple[int, Tensor]]:
-        """Of one group, whose sums are gone afterwards: gradients of the last chunk are views of them."""
+        """Differentiate one group; return the shares of the gradient of its sinks, each with the group's number."""
         dsinks = []
         core = self._core()
-        for chunk, k, v in self._read(group, ("k", "v"), rising, take=True):
+        for chunk, k, v in self._read(group, ("k", "v"), ascending, take=True):
             core.append_kv(chunk, k, v)
-        for chunk, q, do, o, lse in self._read(group, ("q", "do", "o", "lse"), falling, take=True):
+        for chunk, q, do, o, lse in self._read(group, ("q", "do", "o", "lse"), descending, take=True):
             gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
             sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
             if sinks is not None:
                 dsinks.append((number, sinks_gradient(do, o, lse, sinks)))
             for kind, gradient in zip(("q", "k", "v"), gradients, strict=True):
-                group[kind].stash(chunk.index, gradient.to(q.dtype, copy=True))  # not a view of the sums
+                group[kind].stash(chunk.index, gradient.to(q.dtype, copy=True))  # a view would hold the sums
         return dsinks
 
     def clear(self) -> None:
-        """Hold nothing any longer."""
+        """Drop everything."""
         for group in self._groups:
             for sequence in group.values():
                 sequence.clear()
 
     def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of a chunk's queries, keys, values (chunks in falling order), and with the last those of sinks."""
+        """Return dq, dk, dv of a chunk (chunks in descending order), and with chunk 0 the gradient of the sinks."""
         if chunk is self.chunks[-1]:
-            falling = range(len(self.chunks) - 1, -1, -1)
-            self._readers = [g[kind].read(falling, take=True) for kind in ("q", "k", "v") for g in self._groups]
+            descending = range(len(self.chunks) - 1, -1, -1)
+            self._readers = [g[kind].read(descending, take=True) for kind in ("q", "k", "v") for g in self._groups]
         tensors = [reader.next() for reader in self._readers]
         count = len(self._groups)
         dq, dk, dv = (torch.cat(tensors[i : i + count], 1) for i in range(0, 3 * count, count))
@@ -213,13 +217,13 @@ class HeadGroupsCore:
 
     @staticmethod
     def _heads(number: int, count: int) -> slice:
-        """The query heads of a group of so many."""
+        """Return the query heads of a group, given its number and its count of heads."""
         return slice(number * count, (number + 1) * count)
 
     def _stash(self, chunk: Chunk, kinds: Iterable[str], tensors: Iterable[Tensor]) -> None:
         for kind, x in zip(kinds, tensors, strict=True):
             for group, part in zip(self._groups, x.detach().tensor_split(len(self._groups), 1), strict=True):
-                # Of its own: a view would keep the other groups' heads in memory.
+                # A copy: a view would keep the other groups' heads in memory.
                 group[kind].stash(chunk.index, part.clone(memory_format=torch.contiguous_format))
 
     def _read(
@@ -241,7 +245,7 @@ class HeadGroupsCore:
 
 
 class _DeferGradient(torch.autograd.Function):
-    """Hands out a chunk's output, and takes its gradient for later."""
+    """Output of a chunk; its backward stores the gradient for later."""
 
     @staticmethod
     def forward(
@@ -251,7 +255,7 @@ class _DeferGradient(torch.autograd.Function):
         core._scoring = scoring.detached
         core._stash(chunk, ("q", "k", "v"), (q, k, v))
         ctx.core, ctx.chunk = core, chunk
-        o = core._known.popleft()
+        o = core._loaded.popleft()
         if chunk.index == 0:
             core._end_reading()
         return o

@@ -1,82 +1,44 @@
-"""One signature over all attention kernels, one function that resolves which, one name for tests to force it.
+"""Attention kernels of PyTorch, and `resolve`, which chooses a kernel for a device, a dtype and head dims.
 
-The private operators of PyTorch are reached through this module only, each with a check of its schema: where a release
-changes one, the kernel is no longer offered and the next takes its place. `math` runs everywhere, in every floating
-dtype, and is the oracle as well as the fallback.
+The private operators of PyTorch are called in this module only, each after a check of its schema: where a release
+changes an operator, its kernel is no longer offered and the next one takes its place. `math` runs everywhere, in every
+floating dtype; it is the oracle of the tests and the fallback.
 
-Shapes: q (B, H, C, D), k and v (B, K, T, D) with H a multiple of K; key/value heads are never repeated in memory.
+FlashAttention 3 and 4 take the place of 2 where they are installed and made for the device. PyTorch swaps its flash
+operators process-wide (`torch.nn.attention.activate_flash_attention_impl`); `activated` does so for the duration of a
+step, so that nothing outside sees it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import warnings
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention
+from typing_extensions import override
 
+from trunkline.attention.kernel_base import Kernel
 from trunkline.attention.math_kernel import MathKernel
 from trunkline.attention.meta_kernel import MetaKernel
 
-MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits (flash-attention#767)
-
-
-class Kernel(Protocol):
-    """Attention of query rows over a rectangle of keys, and its gradient.
-
-    Attributes:
-        name: what `resolve` and `StreamConfig.kernel` call it.
-        bottom_right: with `causal`, the last query sees all keys whatever the lengths; otherwise `causal` is offered
-            for equal lengths only.
-    """
-
-    name: str
-    bottom_right: bool
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which q, k, v of `dtype` are to be handed over."""
-        ...
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention.
-
-        Args:
-            q: queries (B, H, C, D).
-            k: keys (B, K, T, D).
-            v: values (B, K, T, D).
-            causal: each query sees the keys up to its own place only.
-            scale: factor of the scores.
-
-        Returns:
-            The output (B, H, C, D) and its log-sum-exp (B, H, C), natural logarithm, fp32 (fp64 for fp64).
-        """
-        ...
-
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v through this rectangle.
-
-        `o` and `lse` are those over *all* keys of the query, so that the gradients of disjoint rectangles add up
-        (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
-        """
-        ...
-
-
-# The private operators of `mkldnn` that say whether the processor computes in a dtype itself.
+# The private operators of `mkldnn` that report whether the processor has instructions for a dtype.
 _INSTRUCTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 def processor_has(dtype: torch.dtype) -> bool:
-    """Whether this machine's processor has instructions for a half dtype; not, where this PyTorch cannot say."""
+    """Return True if this processor has instructions for a half dtype; False where this PyTorch cannot tell."""
     operator = getattr(torch.ops.mkldnn, _INSTRUCTIONS[dtype], None)
     return operator is not None and bool(operator())
 
 
-class CpuFlashKernel:
-    """PyTorch's flash attention for CPUs; its causal flag is aligned to the top left."""
+class CpuFlashKernel(Kernel):
+    """PyTorch's flash attention for CPUs; `causal` is aligned to the top left."""
 
     name = "cpu_flash"
     bottom_right = False
@@ -85,26 +47,27 @@ class CpuFlashKernel:
         self._forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         self._backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+    @override
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """fp32 for half dtypes that this processor has no instructions for: there it is up to 8 times faster."""
+        # Without instructions for a half dtype, fp32 is up to 8 times faster.
         return dtype if dtype not in _INSTRUCTIONS or processor_has(dtype) else torch.float32
 
+    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         assert not causal or q.shape[2] == k.shape[2]
         o, lse = self._forward(q, k, v, 0.0, causal, scale=scale)
         return o, lse
 
+    @override
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
         assert not causal or q.shape[2] == k.shape[2]
         dq, dk, dv = self._backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
         return dq, dk, dv
 
 
-class CudaFlashKernel:
+class CudaFlashKernel(Kernel):
     """PyTorch's flash attention for CUDA (FA2; FA3 or FA4 where one is active), causal to the bottom right."""
 
     name = "cuda_flash"
@@ -114,50 +77,38 @@ class CudaFlashKernel:
         self._forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
         self._backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
 
+    @override
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """As it is: fp16 and bf16 are native."""
         return dtype
 
+    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`. The operator takes (B, tokens, heads, D)."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # the operator takes (B, tokens, heads, D)
         o, lse, *_ = self._forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )  # fmt: skip
         return o.transpose(1, 2), lse
 
+    @override
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`. Without dropout the operator never reads the random state."""
         do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
+        # The random state: without dropout the operator never reads it.
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = self._backward(
-            do,
-            q,
-            k,
-            v,
-            o,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[1],
-            k.shape[1],
-            0.0,
-            causal,
-            unused,
-            unused,
+            do, q, k, v, o, lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, causal, unused, unused,
             scale=scale,
-        )
+        )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class PaddedKernel:
-    """A kernel that wants equal head dims of keys and values, which it gets by zeros at the end of the shorter.
+class PaddedKernel(Kernel):
+    """A kernel that needs equal head dims of keys and values, with zeros appended to the shorter.
 
     Args:
-        kernel: which.
-        dim: of all heads.
+        kernel: the kernel.
+        dim: head dim after padding.
     """
 
     def __init__(self, kernel: Kernel, dim: int) -> None:
@@ -165,22 +116,22 @@ class PaddedKernel:
         self._dim = dim
         self.name, self.bottom_right = kernel.name, kernel.bottom_right
 
+    @override
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """That of the kernel."""
         return self._kernel.compute_dtype(dtype)
 
     def _pad(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, self._dim - x.shape[-1])) if x.shape[-1] < self._dim else x
 
+    @override
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
         o, lse = self._kernel.forward(self._pad(q), self._pad(k), self._pad(v), causal=causal, scale=scale)
-        return o[..., : v.shape[-1]].contiguous(), lse  # what is kept is no more than it says
+        return o[..., : v.shape[-1]].contiguous(), lse  # a view would keep the padding in memory
 
+    @override
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
         do, q_padded, k_padded, v_padded, o = (self._pad(x) for x in (do, q, k, v, o))
         gradients = self._kernel.backward(do, q_padded, k_padded, v_padded, o, lse, causal=causal, scale=scale)
         dq, dk, dv = (dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True))
@@ -205,7 +156,7 @@ _SCHEMAS: dict[str, tuple[str, ...]] = {
 
 
 def offered(operator: str) -> bool:
-    """Whether this PyTorch has the private operator `aten::<operator>` with the arguments we call it with."""
+    """Return True if this PyTorch has the private operator `aten::<operator>` with the arguments that we pass."""
     packet = getattr(torch.ops.aten, operator, None)
     if packet is None:
         return False
@@ -238,24 +189,24 @@ def _cuda_flash(device: torch.device, dtype: torch.dtype, head_dim: int, value_d
     return None
 
 
-# In order of preference, each with the function that says why not.
+# In order of preference, each with the function that returns why it cannot serve some tensors.
 _KERNELS: dict[str, tuple[Callable[[], Kernel], Callable[[torch.device, torch.dtype, int, int], str | None]]] = {
     "cpu_flash": (CpuFlashKernel, _cpu_flash),
     "cuda_flash": (CudaFlashKernel, _cuda_flash),
     "math": (MathKernel, lambda *_: None),
 }
 NAMES = ("auto", *_KERNELS)
-# What divides the one head dim that a kernel wants of keys and values; 0 where any two will do.
+# A kernel with one head dim for keys and values needs a multiple of this; 0 where the two may differ.
 _DIM_MULTIPLES = {"cpu_flash": 1, "cuda_flash": 8, "math": 0}
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
-    """The reason that a kernel (one of `NAMES` but "auto") cannot serve such tensors; None where it can."""
+    """Return why a kernel (one of `NAMES` but "auto") cannot serve such tensors; None where it can."""
     return _KERNELS[name][1](device, dtype, head_dim, value_dim)
 
 
-def _imagined(dtype: torch.dtype, head_dim: int, value_dim: int, name: str, softcap: float | None) -> Kernel | None:
-    """The kernel whose place a virtual one takes: `auto` is a CUDA device's, None its flash attention."""
+def _imitated(dtype: torch.dtype, head_dim: int, value_dim: int, name: str, softcap: float | None) -> Kernel | None:
+    """Return the kernel that `MetaKernel` imitates; None for CUDA flash attention, which `auto` stands for."""
     if softcap is not None:
         return MathKernel()
     if name == "auto":
@@ -282,21 +233,21 @@ def resolve(
     *,
     softcap: float | None = None,
 ) -> Kernel:
-    """The kernel for these tensors.
+    """Choose the kernel for some tensors.
 
     Args:
-        device: where q, k, v are.
-        dtype: theirs.
+        device: of q, k, v.
+        dtype: of q, k, v.
         head_dim: of queries and keys.
         value_dim: of values.
-        name: `auto` takes the fastest that can do it; a kernel's name takes that one.
-        softcap: of scores, which flash attention does not have; None for none.
+        name: `auto` for the fastest kernel that can serve them; a kernel's name for that kernel.
+        softcap: soft cap of the scores, which flash attention lacks; None for none.
 
     Raises:
-        ValueError: the kernel asked for by name cannot do it.
+        ValueError: the kernel of that name cannot serve them.
     """
     if device.type == "meta":
-        return MetaKernel(_imagined(dtype, head_dim, value_dim, name, softcap))
+        return MetaKernel(_imitated(dtype, head_dim, value_dim, name, softcap))
     if softcap is not None:
         if name not in ("auto", "math"):
             raise ValueError(
@@ -309,11 +260,56 @@ def resolve(
     reason = None
     for candidate in candidates:
         make = _KERNELS[candidate][0]
-        refused, reason = reason, why_not(candidate, device, dtype, head_dim, value_dim)
+        previous, reason = reason, why_not(candidate, device, dtype, head_dim, value_dim)
         if reason is None:
             if candidate == "math" and name == "auto" and device.type == "cuda":
-                _warn_of_math(refused)
+                _warn_of_math(previous)
             multiple = _DIM_MULTIPLES[candidate]
             dim = -(-max(head_dim, value_dim) // multiple) * multiple if multiple else 0
             return PaddedKernel(make(), dim) if dim and {head_dim, value_dim} != {dim} else make()
     raise ValueError(f"attn_kernel={name!r} cannot serve this model: {reason}. Use attn_kernel='auto'.")
+
+
+# -- implementations of flash attention on CUDA ------------------------------------------------------------------------
+
+# Implementation, the package it comes from, and the compute capability (major) it is written for. On Hopper FA3 reaches
+# about 1.7 times the throughput of FA2.
+_FLASH_IMPLEMENTATIONS = (("FA4", "flash_attn.cute", 10), ("FA3", "flash_attn_interface", 9))
+
+
+def active_implementation() -> str | None:
+    """Return the flash implementation that is active process-wide; None is PyTorch's own."""
+    current: Callable[[], str | None] | None = getattr(attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
+def best_implementation(device: torch.device) -> str | None:
+    """Return the flash implementation to activate for a device; None keeps the active one, the user's or PyTorch's."""
+    offered_by_torch = getattr(attention, "list_flash_attention_impls", None)
+    if device.type != "cuda" or offered_by_torch is None or active_implementation() is not None:
+        return None
+    major, _ = torch.cuda.get_device_capability(device)
+    for name, package, capability in _FLASH_IMPLEMENTATIONS:
+        if capability == major and name in offered_by_torch() and _is_installed(package):
+            return name
+    return None
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
+@contextlib.contextmanager
+def activated(implementation: str | None) -> Iterator[None]:
+    """Activate a flash implementation inside the context; None changes nothing."""
+    if implementation is None:
+        yield
+        return
+    attention.activate_flash_attention_impl(implementation)
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()

@@ -1,9 +1,9 @@
-"""The keys and values that a chunk of queries meets, piece by piece; and the same where each rank holds a part of them.
+"""Spans: the keys and values that a chunk of queries attends to, in pieces that kernels take.
 
-There, a piece of a rank's own keys stands for the same piece of every rank: all are brought together, the next on
-their way meanwhile, and the gradients of all are summed over ranks and cut again. Where all rows see all of a piece the
-order of its keys means nothing; else it is one chunk, of which a rank has two slices (`trunkline.chunking.zigzag`), and
-these are put in the order of the sequence.
+Where each rank holds a part of the keys, a span of this rank's keys stands for the same span of every rank: all parts
+are gathered, the next span while this one is in use, and gradients are summed over ranks and scattered again. Where
+every row sees the whole span the order of its keys means nothing. Otherwise the span is one chunk, of which each rank
+has two slices (`trunkline.chunking.zigzag`), and these are put in the order of the sequence.
 """
 
 from __future__ import annotations
@@ -17,48 +17,82 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trunkline.attention.kernels import MAX_ELEMENTS, Kernel, PaddedKernel
+from trunkline.attention.kernel_base import MAX_ELEMENTS, Kernel
+from trunkline.attention.kernels import PaddedKernel
 from trunkline.attention.kv_gather import KeyValueGather, Pending
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import Range
 from trunkline.attention.schedule import ChunkSchedule
 from trunkline.chunking import Chunk, spans
 
-# Most keys that one backward call takes: its scratch (dk and dv of so many) does not grow with the sequence. Longer
-# spans are no faster: from 2,048 queries by 8,192 keys up, kernels reach what they ever reach.
+# Most keys of one backward call: its scratch (dk and dv of these keys) must not grow with the sequence. Longer spans
+# are no faster: from 2,048 queries by 8,192 keys up, kernels run at their full rate.
 SPAN = 16_384
 
-_Coming: TypeAlias = "tuple[KVSpan, Pending[tuple[Tensor, Tensor]]]"
+_Pending: TypeAlias = "tuple[KVSpan, Pending[KVPair]]"
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpan:
-    """Keys and values that a chunk of queries meets together.
+    """Keys and values of consecutive tokens.
 
     Attributes:
-        k: (B, K, T, D).
-        v: the same.
-        first: place in the sequence of the first of them; None where all rows see all of them.
-        span: their place in this rank's buffers; None for a chunk that is streamed.
-        streamed: that chunk.
+        k: keys (B, K, T, D).
+        v: values (B, K, T, D).
+        first: position of the first key in the sequence; None where every query row sees every key.
+        stop: position after the last key; None for `first` + T. Keys from there on are padding.
+        rows: the row of `k` and `v` that each row of the batch reads; None where they are the same.
+        resident: (start, stop) in this rank's resident buffers; None for a streamed chunk.
+        streamed: the chunk, where it is streamed.
     """
 
     k: Tensor
     v: Tensor
     first: int | None
-    span: Range | None = None
+    stop: int | None = None
+    rows: tuple[int, ...] | None = None
+    resident: Range | None = None
     streamed: Chunk | None = None
+
+    def without_padding(self) -> KVSpan:
+        """Return the span with its padding cut off."""
+        if self.first is None or self.stop is None:
+            return self
+        count = self.stop - self.first
+        return replace(self, k=self.k[:, :, :count], v=self.v[:, :, :count])
+
+
+def max_keys(q: Tensor, count: int, size: int = 1) -> int:
+    """Return the most keys of one kernel call: no tensor of the call reaches 2^31 elements.
+
+    Args:
+        q: queries (B, H, C, D).
+        count: tokens of the query chunk; their own keys may come on top.
+        size: ranks whose keys are gathered in the call.
+
+    Raises:
+        ValueError: not even one key fits.
+    """
+    padded_dim = -(-q.shape[3] // 8) * 8  # kernels pad the head dim
+    # Query heads, not key/value heads: kernels may expand dk and dv to them.
+    limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * padded_dim * size) - count
+    if limit <= 0:
+        raise ValueError(
+            f"one chunk of {count:,} tokens has too many elements for a kernel (2^31): use a smaller chunk_size or "
+            "a smaller batch."
+        )
+    return limit
 
 
 class KVSpans:
-    """The pieces that each chunk of queries meets, its own keys last.
+    """Spans of each chunk of queries in training, the chunk's own keys last.
 
     Args:
         chunks: this rank's rows of each chunk.
-        kv: its keys and values.
-        num_resident: how many chunks, from the first, are in the buffers of `kv`.
-        meetings: which chunks meet.
-        gather: brings together keys and values that ranks hold in parts.
+        kv: their keys and values.
+        num_resident: chunks, counted from the first, that are in the buffers of `kv`.
+        schedule: which chunks see each other.
+        gather: gathers keys and values that ranks hold in parts; None for one rank.
     """
 
     def __init__(
@@ -66,164 +100,157 @@ class KVSpans:
         chunks: list[Chunk],
         kv: KVStore,
         num_resident: int,
-        meetings: ChunkSchedule,
+        schedule: ChunkSchedule,
         gather: KeyValueGather | None,
     ) -> None:
         self._chunks = chunks
         self._kv = kv
         self._num_resident = num_resident
-        self._meetings = meetings
+        self._schedule = schedule
         self._size = 1 if gather is None else gather.size
         self._gathered = None if gather is None else GatheredSpans(gather)
 
-    def streamed_before(self, chunk: Chunk) -> range:
-        """The streamed chunks that one meets besides itself: `kv` is to give them in this order."""
-        met = self._meetings.before(chunk)
-        return range(max(self._num_resident, met.start), met.stop)
+    def streamed_earlier(self, chunk: Chunk) -> range:
+        """Return the earlier streamed chunks that a chunk sees. `kv` must be told to read them in this order."""
+        earlier = self._schedule.earlier(chunk)
+        return range(max(self._num_resident, earlier.start), earlier.stop)
 
     def of_chunk(
         self, chunk: Chunk, q: Tensor, own: KVPair, following: Chunk | None, kernel: Kernel, *, backward: bool = False
     ) -> Iterator[KVSpan]:
-        """Those of one chunk.
+        """Yield the spans of one chunk of queries.
 
         Args:
-            chunk: which.
+            chunk: the chunk.
             q: its queries (B, H, C, D).
             own: its keys and values.
-            following: the chunk that this will be called for next.
-            kernel: that takes them.
-            backward: for its gradients: no piece is then longer than `SPAN`.
+            following: the chunk that this method is called for next; its first span is gathered ahead.
+            kernel: attends to them.
+            backward: for gradients: no span is longer than `SPAN`.
         """
         if self._gathered is not None:
-            last = self._last(chunk, own, chunk.start)
+            last = self._own_span(chunk, own, chunk.start)
             yield from self._gathered.of_chunk(chunk, last, partial(self._to_gather, q), following)
             return
-        # What a kernel pads it copies: no more than a span either.
+        # A padded kernel copies what it pads, so that its spans are short in the forward, too.
         longest = SPAN if backward or isinstance(kernel, PaddedKernel) else None
-        earlier, start = self._spans(chunk, q, longest), chunk.start
+        earlier, start = self._resident_spans(chunk, q, longest), chunk.start
         if chunk.index < self._num_resident and earlier and kernel.bottom_right:
-            *earlier, (start, _) = earlier
-        for span in earlier:
-            yield KVSpan(*self._kv.span(*span), span[0], span)
-        for index in self.streamed_before(chunk):
-            yield KVSpan(*self._kv.next_later(), self._meetings.starts[index], streamed=self._chunks[index])
-        yield self._last(chunk, own, start)
+            *earlier, (start, _) = earlier  # one call takes the last earlier span and the chunk's own keys
+        for resident in earlier:
+            yield KVSpan(*self._kv.view(*resident), resident[0], resident=resident)
+        for index in self.streamed_earlier(chunk):
+            yield KVSpan(*self._kv.next_streamed(), self._schedule.starts[index], streamed=self._chunks[index])
+        yield self._own_span(chunk, own, start)
 
     def _to_gather(self, q: Tensor, chunk: Chunk) -> Iterator[KVSpan]:
-        """This rank's keys before a chunk, in pieces such that what is gathered does not grow with the sequence."""
-        starts, met = self._meetings.starts, self._meetings.before(chunk)
-        if self._meetings.is_causal:
-            for span in self._spans(chunk, q, max(1, SPAN // self._size)):
-                yield KVSpan(*self._kv.span(*span), None, span)
+        """Yield this rank's keys before a chunk, in spans whose gathered size does not grow with the sequence."""
+        starts, earlier = self._schedule.starts, self._schedule.earlier(chunk)
+        if self._schedule.is_causal:
+            for resident in self._resident_spans(chunk, q, max(1, SPAN // self._size)):
+                yield KVSpan(*self._kv.view(*resident), None, resident=resident)
         else:
-            for earlier in self._chunks[met.start : min(met.stop, self._num_resident)]:
-                span = earlier.start, earlier.stop
-                yield KVSpan(*self._kv.span(*span), starts[earlier.index], span)
-        for index in self.streamed_before(chunk):
-            first = None if self._meetings.is_causal else starts[index]
-            yield KVSpan(*self._kv.next_later(), first, streamed=self._chunks[index])
+            for before in self._chunks[earlier.start : min(earlier.stop, self._num_resident)]:
+                resident = before.start, before.stop
+                yield KVSpan(*self._kv.view(*resident), starts[before.index], resident=resident)
+        for index in self.streamed_earlier(chunk):
+            first = None if self._schedule.is_causal else starts[index]
+            yield KVSpan(*self._kv.next_streamed(), first, streamed=self._chunks[index])
 
-    def _last(self, chunk: Chunk, own: KVPair, start: int) -> KVSpan:
-        """The piece of a chunk's own keys, and of those before them from `start` on."""
-        first = start if self._gathered is None else self._meetings.starts[chunk.index]
+    def _own_span(self, chunk: Chunk, own: KVPair, start: int) -> KVSpan:
+        """Return the span of a chunk's own keys; of a resident chunk, with the keys before it from `start` on."""
+        first = start if self._gathered is None else self._schedule.starts[chunk.index]
         if chunk.index < self._num_resident:
-            return KVSpan(*self._kv.span(start, chunk.stop), first, (start, chunk.stop))
+            return KVSpan(*self._kv.view(start, chunk.stop), first, resident=(start, chunk.stop))
         return KVSpan(*own, first, streamed=chunk)
 
-    def _spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
-        """The spans of the buffers that are before a chunk and that it sees."""
-        # H heads: dk may be expanded.
-        width = -(-q.shape[3] // 8) * 8  # as kernels may pad it
-        limit = MAX_ELEMENTS // (q.shape[0] * q.shape[1] * width * self._size) - len(chunk)
-        if limit <= 0:
-            raise ValueError(
-                f"one chunk of {len(chunk):,} tokens has too many elements for a kernel (2^31): use a smaller "
-                "chunk_size or a smaller batch."
-            )
-        stop = chunk.start if chunk.index < self._num_resident else self._kv.tokens
-        return spans(min(self._meetings.first_keys[chunk.index], stop), stop, min(limit, longest or limit))
+    def _resident_spans(self, chunk: Chunk, q: Tensor, longest: int | None) -> list[Range]:
+        """Return the ranges of the resident buffers that lie before a chunk and that it sees."""
+        limit = max_keys(q, len(chunk), self._size)
+        stop = chunk.start if chunk.index < self._num_resident else self._kv.num_resident_tokens
+        return spans(min(self._schedule.first_keys[chunk.index], stop), stop, min(limit, longest or limit))
 
 
 class GatheredSpans:
-    """The pieces of all ranks' keys, from those of this rank's own; the next is on its way when one is given.
+    """Spans of all ranks' keys, gathered from this rank's; the next span is under way when one is handed out.
 
     Args:
-        gather: brings them together.
+        gather: gathers keys and values.
     """
 
     def __init__(self, gather: KeyValueGather) -> None:
         self._gather = gather
-        self._begun: tuple[Iterator[KVSpan], _Coming | None] | None = None  # of the chunk that follows
+        self._ahead: tuple[Iterator[KVSpan], _Pending | None] | None = None  # of the chunk that follows
 
     def of_chunk(
         self, chunk: Chunk, own: KVSpan, earlier: Callable[[Chunk], Iterator[KVSpan]], following: Chunk | None
     ) -> Iterator[KVSpan]:
-        """Those of one chunk of queries.
+        """Yield the spans of one chunk of queries.
 
         Args:
-            chunk: which.
-            own: this rank's, of the chunk's own keys.
-            earlier: gives this rank's of the keys before a chunk.
-            following: the chunk that this will be called for next, whose first is sent for beforehand.
+            chunk: the chunk.
+            own: this rank's part of the chunk's own keys.
+            earlier: yields this rank's part of the keys before a chunk.
+            following: the chunk that this method is called for next; its first span is gathered ahead.
         """
-        rest, coming = (earlier(chunk), None) if self._begun is None else self._begun
-        self._begun = None  # every piece is let go with its calls
-        for piece in itertools.chain(rest, [own]):
-            ahead = self._send_for(piece)
-            if coming is not None:
-                yield self._arrived(coming)
-            coming = ahead
+        rest, pending = (earlier(chunk), None) if self._ahead is None else self._ahead
+        self._ahead = None  # drop the references: two gathered spans are held at a time, no more
+        for span in itertools.chain(rest, [own]):
+            ahead = self._send_for(span)
+            if pending is not None:
+                yield self._arrived(pending)
+            pending = ahead
         if following is not None:
             rest = earlier(following)
             first = next(rest, None)
-            self._begun = rest, None if first is None else self._send_for(first)
-        assert coming is not None
-        yield self._arrived(coming)
+            self._ahead = rest, None if first is None else self._send_for(first)
+        assert pending is not None
+        yield self._arrived(pending)
 
-    def _send_for(self, piece: KVSpan) -> _Coming:
-        return piece, self._gather.gather(piece.k, piece.v)
+    def _send_for(self, span: KVSpan) -> _Pending:
+        return span, self._gather.gather(span.k, span.v)
 
-    def _arrived(self, coming: _Coming) -> KVSpan:
-        piece, pair = coming
+    def _arrived(self, pending: _Pending) -> KVSpan:
+        span, pair = pending
         k, v = pair.wait()
-        if piece.first is not None:
-            k, v = (_in_order(x, self._gather.size) for x in (k, v))
-        return replace(piece, k=k, v=v)
+        if span.first is not None:
+            k, v = (_by_position(x, self._gather.size) for x in (k, v))
+        return replace(span, k=k, v=v)
 
 
 class GradScatter:
-    """Gradients of gathered keys and values on their way back, while the next are computed.
+    """Reduce-scatter of the gradients of gathered spans: one is under way while the next is computed.
 
     Args:
-        gather: what brought them together.
+        gather: gathered the keys and values.
     """
 
     def __init__(self, gather: KeyValueGather) -> None:
         self._gather = gather
-        self._coming: _Coming | None = None
+        self._pending: _Pending | None = None
 
-    def send(self, piece: KVSpan, pair: KVPair) -> Iterator[tuple[KVSpan, KVPair]]:
-        """Send those of a piece; gives what has come back, for the rank's own keys."""
+    def send(self, span: KVSpan, gradients: KVPair) -> Iterator[tuple[KVSpan, KVPair]]:
+        """Send the gradients of a span; yield those of the span before it, summed, of this rank's keys."""
         yield from self.rest()
-        if piece.first is not None:
-            pair = _by_ranks(pair[0], self._gather.size), _by_ranks(pair[1], self._gather.size)
-        self._coming = piece, self._gather.scatter(*pair)
+        if span.first is not None:
+            gradients = _by_rank(gradients[0], self._gather.size), _by_rank(gradients[1], self._gather.size)
+        self._pending = span, self._gather.scatter(*gradients)
 
     def rest(self) -> Iterator[tuple[KVSpan, KVPair]]:
-        """What is still on its way."""
-        if self._coming is not None:
-            piece, pair = self._coming
-            self._coming = None
-            yield piece, pair.wait()
+        """Yield the gradients that are still under way."""
+        if self._pending is not None:
+            span, gradients = self._pending
+            self._pending = None
+            yield span, gradients.wait()
 
 
-def _in_order(x: Tensor, size: int) -> Tensor:
-    """Keys (B, K, T, D), rank by rank, each rank's two slices, in the order of the sequence."""
+def _by_position(x: Tensor, size: int) -> Tensor:
+    """Reorder keys (B, K, T, D) from rank by rank (two zigzag slices each) to the order of the sequence."""
     first, last = x.reshape(*x.shape[:2], size, 2, -1, x.shape[3]).unbind(3)  # (B, K, size, slice, D) each
     return torch.cat([first, last.flip(2)], 2).flatten(2, 3)
 
 
-def _by_ranks(x: Tensor, size: int) -> Tensor:
-    """The other way."""
+def _by_rank(x: Tensor, size: int) -> Tensor:
+    """Reorder keys (B, K, T, D) from the order of the sequence to rank by rank; the inverse of `_by_position`."""
     first, last = x.reshape(*x.shape[:2], 2, size, -1, x.shape[3]).unbind(2)
     return torch.stack([first, last.flip(2)], 3).flatten(2, 4)

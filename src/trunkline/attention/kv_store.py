@@ -1,4 +1,4 @@
-"""Keys and values of a layer, or their gradients: those of the first chunks one buffer, the rest chunk by chunk."""
+"""Store of a layer's keys and values, or of their gradients: one buffer for the first chunks, the others streamed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ KVPair = tuple[Tensor, Tensor]
 class KVStore:
     """Two tensors (B, K, C, D) for each chunk.
 
+    The first chunks are *resident*: slices of one buffer on the device, so that many of them are one view. The others
+    are *streamed*: a tensor each, in whichever tier its store was placed.
+
     Args:
         chunks: of the sequence.
-        num_resident: how many chunks, from the first, share one buffer on the device.
-        stores: where the other chunks rest.
+        num_resident: number of resident chunks, counted from the first.
+        stores: where streamed chunks rest.
         names: of the two stores.
-        num_slots: that chunks beyond the buffers take turns in, so many being held at a time; None for one of each.
+        num_slots: most streamed chunks that are held at a time, each in slot `index % num_slots`; None for a slot for
+            each chunk.
     """
 
     def __init__(
@@ -34,97 +38,104 @@ class KVStore:
         names: tuple[str, str],
         num_slots: int | None = None,
     ) -> None:
-        self.tokens = chunks[num_resident - 1].stop if num_resident else 0  # in the buffers
+        self.num_resident_tokens = chunks[num_resident - 1].stop if num_resident else 0
         self._chunks = chunks
-        self._single = len(chunks) == num_resident == 1
+        self._is_one_chunk = len(chunks) == num_resident == 1
         self._num_resident = num_resident
         self._stores = stores
         self._buffers: tuple[Tensor, ...] = ()
-        self._later = tuple(ChunkedSequence(len(chunks), stores, name, num_slots) for name in names)
-        self._kinds = tuple(sequence.kind for sequence in self._later)
+        self._streamed = tuple(ChunkedSequence(len(chunks), stores, name, num_slots) for name in names)
+        self._kinds = tuple(sequence.kind for sequence in self._streamed)
         self._readers: tuple[Reader, ...] = ()
 
     def put(self, chunk: Chunk, pair: KVPair) -> None:
-        """Keep the tensors of a chunk."""
+        """Store the tensors of a chunk."""
         if chunk.index >= self._num_resident:
-            for sequence, x in zip(self._later, pair, strict=True):
+            for sequence, x in zip(self._streamed, pair, strict=True):
                 sequence.stash(chunk.index, dense(x))
-        elif self._single:
-            self._hold(pair)
+        elif self._is_one_chunk:
+            self._hold(pair)  # the tensors themselves are the buffers: no copy
         else:
             if not self._buffers:
-                self._hold(tuple(x.new_empty(*x.shape[:2], self.tokens, x.shape[3]) for x in pair))
+                self._hold(tuple(x.new_empty(*x.shape[:2], self.num_resident_tokens, x.shape[3]) for x in pair))
             for buffer, x in zip(self._buffers, pair, strict=True):
                 buffer[:, :, chunk.start : chunk.stop].copy_(x)
 
-    def save(self, chunk: Chunk, pair: KVPair) -> None:
-        """Keep the tensors of a chunk that is in the buffers elsewhere, too."""
+    def save_resident(self, chunk: Chunk, pair: KVPair) -> None:
+        """Store a resident chunk in its tier, too, so that the buffer can serve other layers meanwhile."""
         if chunk.index < self._num_resident:
-            for sequence, x in zip(self._later, pair, strict=True):
+            for sequence, x in zip(self._streamed, pair, strict=True):
                 sequence.stash(chunk.index, dense(x))
 
-    def restore(self) -> None:
-        """Fill the buffers with what was saved, which stays saved."""
+    def restore_resident(self) -> None:
+        """Fill the buffers with the resident chunks that were saved, which stay saved."""
         order = range(self._num_resident)
-        for i, *pair in zip(order, *(sequence.read(order) for sequence in self._later), strict=True):
+        for i, *pair in zip(order, *(sequence.read(order) for sequence in self._streamed), strict=True):
             k, v = pair
             self.put(self._chunks[i], (k, v))
 
-    def begin_sums(self, like: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """Have buffers of zeros, unless they are there."""
-        if self.tokens and not self._buffers:
-            self._hold(tuple(x.new_zeros(*x.shape[:2], self.tokens, x.shape[3], dtype=dtype) for x in like))
+    def zero_buffers(self, like: Iterable[Tensor], dtype: torch.dtype) -> None:
+        """Allocate buffers of zeros, in the shape of two tensors (B, K, *, D), unless there are buffers already."""
+        if self.num_resident_tokens and not self._buffers:
+            self._hold(
+                tuple(x.new_zeros(*x.shape[:2], self.num_resident_tokens, x.shape[3], dtype=dtype) for x in like)
+            )
 
-    def span(self, start: int, stop: int) -> KVPair:
-        """Views of the buffers, (B, K, stop - start, D)."""
+    def view(self, start: int, stop: int) -> KVPair:
+        """Return views of the buffers, (B, K, stop - start, D)."""
         a, b = (buffer[:, :, start:stop] for buffer in self._buffers)
         return a, b
 
-    def read_later(self, order: Iterable[int], *, take: bool = False) -> None:
-        """Say in which order `next_later` is to give the chunks that are not in the buffers."""
+    def read_streamed(self, order: Iterable[int], *, take: bool = False) -> None:
+        """Announce the order in which `next_streamed` returns chunks, so that they are fetched ahead.
+
+        Args:
+            order: indices of streamed chunks.
+            take: each chunk leaves the store as it is returned.
+        """
         self._readers = tuple(
-            sequence.read(each, take=take) for sequence, each in zip(self._later, itertools.tee(order), strict=True)
+            sequence.read(each, take=take) for sequence, each in zip(self._streamed, itertools.tee(order), strict=True)
         )
 
-    def next_later(self) -> KVPair:
-        """The next chunk's tensors."""
+    def next_streamed(self) -> KVPair:
+        """Return the tensors of the next announced chunk."""
         a, b = read_next(self._readers)
         return a, b
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Hold chunks no longer that are not in the buffers; of those that are not here nothing."""
-        for sequence in self._later:
+        """Drop streamed chunks; those that are not stored are skipped."""
+        for sequence in self._streamed:
             for index in indices:
                 sequence.drop(index)
 
     def end_reading(self) -> None:
-        """The tensors given last are no longer in use, and nothing more is read."""
+        """Give up the chunk that was returned last, and what was announced after it."""
         for reader in self._readers:
             reader.release()
         self._readers = ()
 
     def clear(self) -> None:
-        """Hold nothing any longer."""
+        """Drop everything."""
         self.end_reading()
         self.clear_buffers()
-        for sequence in self._later:
+        for sequence in self._streamed:
             sequence.clear()
 
     def clear_buffers(self) -> None:
-        """Hold what is elsewhere only."""
+        """Drop the buffers; chunks in tiers stay."""
         for buffer, kind in zip(self._buffers, self._kinds, strict=False):
             self._stores.release("device", buffer.nbytes, kind)
         self._buffers = ()
 
     @property
-    def later(self) -> tuple[ChunkedSequence, ...]:
-        """Where the chunks are that are not in the buffers."""
-        return self._later
+    def sequences(self) -> tuple[ChunkedSequence, ...]:
+        """The two sequences of streamed (and saved) chunks."""
+        return self._streamed
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, in whichever tier."""
-        return sum(x.nbytes for x in self._buffers) + sum(x.nbytes for x in self._later)
+        """Bytes held now, in any tier."""
+        return sum(x.nbytes for x in self._buffers) + sum(x.nbytes for x in self._streamed)
 
     def _hold(self, buffers: tuple[Tensor, ...]) -> None:
         for buffer, kind in zip(buffers, self._kinds, strict=True):

@@ -1,9 +1,9 @@
-"""Which keys each token sees, and in which kernel calls: documents, windows and attention chunks as rectangles.
+"""Row masks: which keys each token sees, cut into rectangles and triangles that kernels compute.
 
-A token sees keys from some first one up to itself. That first one is the start of its document, or of its attention
-chunk, which is a document here; with a window it rises with the token. So what queries meet of a range of keys is made
-of rectangles and triangles, and where a window is shorter than a chunk, of rows of equal triangles, which one call
-takes side by side. What nobody sees is in none of them, and costs nothing.
+A token sees the keys from some first one up to itself. The first one is the start of its document (an attention chunk
+of Llama 4 counts as a document); with a sliding window it also rises with the token. So the visible part of a range of
+keys is made of rectangles and triangles. Where a window is shorter than a chunk it is made of rows of equal triangles,
+which one kernel call takes as a batch of tiles. Keys that no query sees are in no block, and cost nothing.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from torch import Tensor
 
 Range = tuple[int, int]
 
-_MOST_FOLDED = 8_192  # pieces in a call: the grid of a CUDA kernel ends at 65,535
+_MAX_TILES = 8_192  # in one call: the grid of a CUDA kernel ends at 65,535
 
 
 class MaskBlock(NamedTuple):
-    """Rows of a chunk, and keys that they meet in one kernel call.
+    """Query rows and keys of one kernel call.
 
     Attributes:
-        rows: (start, stop) among the rows of the chunk that are here.
-        keys: (start, stop), places in the sequence.
-        shape: `full`: every row sees every key. `lower`: the last key is the last row's own, and each row before it
-            sees one less (causal). `upper`: the first row sees all keys, and each row after it one less, from the left.
+        rows: (start, stop) among the query rows on this rank.
+        keys: (start, stop), positions in the sequence.
+        shape: `full`: every row sees every key. `lower`: the last row sees all keys, each row before it one less at
+            the end (causal). `upper`: the first row sees all keys, each row after it one less at the beginning.
             Triangles have at least as many keys as rows.
-        fold: rows and keys are cut into pieces of so many, and the first rows meet the first keys, the second the
-            second; 0 where they are not cut.
+        tile: rows and keys are cut into tiles of this length, and tile i of the rows sees tile i of the keys alone;
+            0 where they are not cut.
     """
 
     rows: Range
     keys: Range
     shape: Literal["full", "lower", "upper"] = "full"
-    fold: int = 0
+    tile: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RowMask:
-    """What the tokens of one row of a batch see.
+    """Mask of one row of a batch.
 
     Attributes:
-        starts: first tokens of documents, rising, the first of them 0.
-        window: keys that a token sees at most, itself included; None for all of its document.
+        starts: positions of the first tokens of documents, rising, the first of them 0.
+        window: most keys that a token sees, itself included; None for all of its document.
     """
 
     starts: tuple[int, ...] = (0,)
@@ -54,61 +54,65 @@ class RowMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether every token sees all before it."""
+        """True if every token sees all tokens before it: one document, and no window."""
         return self.starts == (0,) and self.window is None
 
     def first_key(self, token: int) -> int:
-        """The first key that a token sees; never before that of an earlier token."""
+        """Return the position of the first key that a token sees. It never falls from one token to the next."""
         start = self.starts[bisect_right(self.starts, token) - 1]
         return start if self.window is None else max(start, token - self.window + 1)
 
     def num_pairs(self, seq_len: int) -> int:
-        """Queries and keys that see each other in a sequence of so many tokens."""
+        """Count the query/key pairs that see each other in a sequence of `seq_len` tokens."""
         lengths = [stop - start for start, stop in pairwise([*self.starts, seq_len])]
         beyond = [0 if self.window is None else max(n - self.window, 0) for n in lengths]
         return sum(n * (n + 1) // 2 - b * (b + 1) // 2 for n, b in zip(lengths, beyond, strict=True))
 
-    def blocks(self, tokens: Iterable[Range], keys: Range, *, joined: bool = False) -> list[MaskBlock]:
-        """What rows meet of keys.
+    def blocks(self, queries: Iterable[Range], keys: Range, *, bottom_right: bool = False) -> list[MaskBlock]:
+        """Cut the visible part of a range of keys into blocks.
 
         Args:
-            tokens: places in the sequence of the rows, which are numbered through.
-            keys: places of keys: all before the rows of some range, or with these rows' own among them.
-            joined: a triangle may have more keys than rows.
+            queries: position ranges of the query rows; rows are numbered through these ranges in order.
+            keys: position range of the keys. For each query range, either all keys lie before it, or the range's own
+                keys are the last of them.
+            bottom_right: allow triangles with more keys than rows (causal, aligned to the bottom right).
+
+        Returns:
+            Blocks that together hold every visible pair once.
         """
-        found: list[MaskBlock] = []
+        blocks: list[MaskBlock] = []
         offset = 0
-        for start, stop in tokens:
+        for start, stop in queries:
             for block in self._of_range(start, stop, keys):
                 rows = block.rows[0] - start + offset, block.rows[1] - start + offset
-                found.append(block._replace(rows=rows))
+                blocks.append(block._replace(rows=rows))
             offset += stop - start
-        return _merged(found, joined=joined)
+        return _merge_blocks(blocks, bottom_right=bottom_right)
 
     def _of_range(self, start: int, stop: int, keys: Range) -> Iterator[MaskBlock]:
-        """Blocks of the tokens of one range, numbered by their places."""
+        """Yield the blocks of one query range, document by document; rows are given by position."""
         number = bisect_right(self.starts, start) - 1
         while number < len(self.starts) and self.starts[number] < stop:
             first = self.starts[number]
             end = self.starts[number + 1] if number + 1 < len(self.starts) else stop
             rows, seen = (max(start, first), min(stop, end)), (max(keys[0], first), min(keys[1], stop, end))
             if seen[0] < seen[1]:
-                yield from self._before(rows, (seen[0], min(seen[1], rows[0])))
+                yield from self._earlier_keys(rows, (seen[0], min(seen[1], rows[0])))
                 if seen[1] > rows[0]:
                     assert seen[0] <= rows[0]
                     assert seen[1] == rows[1]
-                    yield from self._own(rows)
+                    yield from self._own_keys(rows)
             number += 1
 
-    def _before(self, rows: Range, keys: Range) -> Iterator[MaskBlock]:
-        """Of keys before all rows, in the same document."""
+    def _earlier_keys(self, rows: Range, keys: Range) -> Iterator[MaskBlock]:
+        """Yield the blocks of keys that lie before all rows, in the same document."""
         (start, stop), (first, end) = rows, keys
         if first >= end:
             return
         if self.window is None:
             yield MaskBlock(rows, keys)
             return
-        # From token `edge` on, each sees one key less; `last` sees none.
+        # From token `edge` on, each token sees one key less than the one before; token `last` sees none.
         edge, last = max(start, first + self.window - 1), min(stop, end + self.window - 1)
         if start < edge:
             yield MaskBlock((start, min(edge, stop)), keys)
@@ -119,56 +123,61 @@ class RowMask:
             if middle < end:
                 yield MaskBlock((edge, last), (middle, end))
 
-    def _own(self, rows: Range) -> Iterator[MaskBlock]:
-        """Of the rows' own keys."""
+    def _own_keys(self, rows: Range) -> Iterator[MaskBlock]:
+        """Yield the blocks of the rows' own keys."""
         start, stop = rows
         if self.window is None or stop - start <= self.window:
             yield MaskBlock(rows, rows, "lower")
             return
-        piece = max(self.window - 1, 1)  # as many keys as the last token of a piece sees of the piece before
-        count = (stop - start) // piece
-        whole = start + count * piece
-        for at in range(start, whole, _MOST_FOLDED * piece):
-            stop_at = min(at + _MOST_FOLDED * piece, whole)
-            yield MaskBlock((at, stop_at), (at, stop_at), "lower", piece)
-            first = max(at, start + piece)
+        # A tile of window - 1: its last token sees exactly the tile itself and none of the tile before's first key.
+        tile = max(self.window - 1, 1)
+        count = (stop - start) // tile
+        tiled = start + count * tile
+        for at in range(start, tiled, _MAX_TILES * tile):
+            stop_at = min(at + _MAX_TILES * tile, tiled)
+            yield MaskBlock((at, stop_at), (at, stop_at), "lower", tile)
+            first = max(at, start + tile)
             if self.window > 1 and first < stop_at:
-                yield MaskBlock((first, stop_at), (first - piece, stop_at - piece), "upper", piece)
-        if whole < stop:
-            yield MaskBlock((whole, stop), (whole, stop), "lower")
-            yield from self._before((whole, stop), (whole - piece, whole))
+                yield MaskBlock((first, stop_at), (first - tile, stop_at - tile), "upper", tile)
+        if tiled < stop:
+            yield MaskBlock((tiled, stop), (tiled, stop), "lower")
+            yield from self._earlier_keys((tiled, stop), (tiled - tile, tiled))
 
 
-PLAIN = (RowMask(),)
+CAUSAL = (RowMask(),)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """How far back a layer's attention goes within a document, whatever the sequence.
+    """Reach of a layer's attention within a document, for sequences of any length.
 
     Attributes:
-        window: keys that a token sees at most, itself included; None for all.
-        chunk: documents are cut into parts of so many tokens that do not see each other (Llama 4); None for none.
+        window: most keys that a token sees, itself included; None for all.
+        chunk: documents are cut into attention chunks of this length, which do not see each other (Llama 4); None for
+            none.
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def visible(self, q: Tensor, kv: Tensor) -> Tensor:
-        """Whether queries see keys, given the places of both in their document; they broadcast."""
+        """Return True where a query sees a key, given positions of both in their document; shapes broadcast."""
         seen = kv <= q
         if self.window is not None:
             seen = seen & (kv > q - self.window)
         return seen if self.chunk is None else seen & (kv // self.chunk == q // self.chunk)
 
     def row_masks(self, documents: Sequence[Sequence[int]], seq_len: int) -> tuple[RowMask, ...]:
-        """What tokens see, of each row of a batch, or of all alike.
+        """Build the masks of a batch.
 
         Args:
-            documents: first tokens of documents, of each row.
-            seq_len: tokens of a row. What reaches as far has no limit.
+            documents: for each row, the positions of the first tokens of its documents; one entry may stand for all.
+            seq_len: tokens of a row. A window or chunk that no document fills is left out.
+
+        Returns:
+            One mask for each entry of `documents`.
         """
-        found = []
+        masks = []
         for starts in documents:
             lengths = [stop - start for start, stop in pairwise([*starts, seq_len])]
             longest = max(lengths)
@@ -177,27 +186,27 @@ class AttentionSpan:
                 starts = [at for start, n in parts for at in range(start, start + n, self.chunk)]
                 longest = self.chunk
             window = self.window if self.window is not None and self.window < longest else None
-            found.append(RowMask(tuple(starts), window))
-        return tuple(found)
+            masks.append(RowMask(tuple(starts), window))
+        return tuple(masks)
 
 
-def _merged(blocks: list[MaskBlock], *, joined: bool) -> list[MaskBlock]:
-    """Fewer calls for the same: rectangles with the same keys, and, if allowed, a triangle with its rectangle."""
-    found: list[MaskBlock] = []
+def _merge_blocks(blocks: list[MaskBlock], *, bottom_right: bool) -> list[MaskBlock]:
+    """Merge neighbouring blocks into fewer calls: rectangles over the same keys; a triangle with its rectangle."""
+    merged: list[MaskBlock] = []
     for block in blocks:
-        before = found[-1] if found else None
-        if before is None or before.fold or block.fold:
-            found.append(block)
+        before = merged[-1] if merged else None
+        if before is None or before.tile or block.tile:
+            merged.append(block)
         elif before.keys == block.keys and before.shape == block.shape == "full" and before.rows[1] == block.rows[0]:
-            found[-1] = before._replace(rows=(before.rows[0], block.rows[1]))
+            merged[-1] = before._replace(rows=(before.rows[0], block.rows[1]))
         elif (
-            joined
+            bottom_right
             and before.rows == block.rows
             and before.keys[1] == block.keys[0]
             and ((before.shape, block.shape) in (("full", "lower"), ("upper", "full")))
         ):
             shape = block.shape if block.shape == "lower" else before.shape
-            found[-1] = before._replace(keys=(before.keys[0], block.keys[1]), shape=shape)
+            merged[-1] = before._replace(keys=(before.keys[0], block.keys[1]), shape=shape)
         else:
-            found.append(block)
-    return found
+            merged.append(block)
+    return merged

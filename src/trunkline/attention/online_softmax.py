@@ -1,4 +1,4 @@
-"""Merging partial attentions over disjoint sets of keys (online softmax; Milakov and Gimelshein, arXiv 1805.02867)."""
+"""Online softmax: merges partial attentions over disjoint sets of keys (Milakov and Gimelshein, arXiv 1805.02867)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from trunkline.attention.mask import Range
 
 
 def merge_(o_BHCD: Tensor, lse_BHC: Tensor, other_BHCD: Tensor, other_lse_BHC: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,73 +34,78 @@ def merge_(o_BHCD: Tensor, lse_BHC: Tensor, other_BHCD: Tensor, other_lse_BHC: T
 
 
 class OnlineSoftmax:
-    """Attention of query rows, from kernel calls over disjoint keys, each of which may be of some of the rows.
+    """Attention of query rows, merged from kernel calls over disjoint keys; a call may be of some of the rows.
+
+    Parts are merged in the order in which they are added: floating-point merges in another order give other bits.
 
     Args:
-        rows: how many there are; each must come up at least once.
+        num_rows: query rows; each must be in one call at least.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
         self._o: Tensor | None = None
         self._lse: Tensor | None = None
-        self._met: list[tuple[int, int]] = []  # rows that have come up, in order
+        self._seen: list[Range] = []  # rows that were in a call, in order
 
-    def add(self, rows: tuple[int, int], o: Tensor, lse: Tensor) -> None:
-        """Merge a call.
+    def add(self, rows: Range, o: Tensor, lse: Tensor) -> None:
+        """Merge the result of a kernel call.
 
         Args:
-            rows: (start, stop) of those that it is of.
-            o: output (B, H, rows, D); overwritten where it is the first of all.
+            rows: (start, stop) of the query rows of the call.
+            o: output (B, H, rows, D); taken over, and overwritten, where it is the first part and of all rows.
             lse: log-sum-exp (B, H, rows), fp32 or wider.
         """
-        whole = [(0, self._rows)]
+        all_rows = [(0, self._num_rows)]
         if self._o is None or self._lse is None:
-            if [rows] == whole:
-                self._o, self._lse, self._met = o, lse, whole
+            if [rows] == all_rows:
+                self._o, self._lse, self._seen = o, lse, all_rows
                 return
-            self._o = o.new_empty(*o.shape[:2], self._rows, o.shape[3], dtype=lse.dtype)
-            self._lse = lse.new_empty(*lse.shape[:2], self._rows)
+            self._o = o.new_empty(*o.shape[:2], self._num_rows, o.shape[3], dtype=lse.dtype)
+            self._lse = lse.new_empty(*lse.shape[:2], self._num_rows)
+        # A single call stays in the kernel's dtype; the accumulator of a merge is fp32.
         self._o = self._o.to(self._lse.dtype)
-        if [rows] == whole == self._met:
+        if [rows] == all_rows == self._seen:
             self._o, self._lse = merge_(self._o, self._lse, o, lse)
             return
         first = rows[0]
-        for start, end, known in list(self._cut(*rows)):
+        for start, end, was_seen in list(self._cut(*rows)):
             at, within = slice(start, end), slice(start - first, end - first)
-            if known:
+            if was_seen:
                 _, self._lse[:, :, at] = merge_(
                     self._o[:, :, at], self._lse[:, :, at], o[:, :, within], lse[:, :, within]
                 )
             else:
                 self._o[:, :, at] = o[:, :, within]
                 self._lse[:, :, at] = lse[:, :, within]
-                self._met = _united([*self._met, (start, end)])
+                self._seen = _union([*self._seen, (start, end)])
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has come up."""
-        return not self._met
+        """True until a row has been in a call."""
+        return not self._seen
 
-    def result(self, *, some: bool = False) -> tuple[Tensor, Tensor]:
-        """Output (B, H, rows, D), and log-sum-exp (B, H, rows).
+    def result(self, *, allow_unseen: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the output (B, H, rows, D) and log-sum-exp (B, H, rows).
 
         Args:
-            some: rows may have met no keys, which others hold: their output is 0, and their log-sum-exp -inf.
+            allow_unseen: rows may have been in no call, because other ranks hold their keys: their output is 0, and
+                their log-sum-exp -inf.
         """
         assert self._o is not None
         assert self._lse is not None
-        met = [(0, 0), *self._met, (self._rows, self._rows)]
-        for (_, start), (stop, _) in pairwise(met):
+        bounds = [(0, 0), *self._seen, (self._num_rows, self._num_rows)]
+        for (_, start), (stop, _) in pairwise(bounds):
             if start < stop:
-                assert some, "a row has met no keys"
+                # Kernels disagree on a row without keys (lse 0, +inf or -inf): it must never reach one.
+                assert allow_unseen, "a query row has no keys"
                 self._o[:, :, start:stop] = 0
                 self._lse[:, :, start:stop] = -torch.inf
         return self._o, self._lse
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """Rows in pieces (start, stop, whether they have come up before)."""
-        for first, end in self._met:
+        """Yield rows as ranges (start, stop, True if they were in a call before)."""
+        for first, end in self._seen:
             if first >= stop:
                 break
             if end > start:
@@ -110,19 +117,19 @@ class OnlineSoftmax:
             yield start, stop, False
 
 
-def joined_rows(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exps of each row of a batch as those of the batch."""
+def cat_rows(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Concatenate outputs and log-sum-exps along the batch; one result is returned as it is."""
     if len(results) == 1:
         return results[0]
     return torch.cat([o for o, _ in results]), torch.cat([lse for _, lse in results])
 
 
-def _united(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Disjoint ranges in order, neighbours made one."""
-    found: list[tuple[int, int]] = []
+def _union(ranges: list[Range]) -> list[Range]:
+    """Sort disjoint ranges and join neighbours."""
+    joined: list[Range] = []
     for start, stop in sorted(ranges):
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined

@@ -1,66 +1,60 @@
-"""Which chunks of keys each chunk of queries meets at all, and in which blocks."""
+"""Schedule of a layer: which chunks of keys each chunk of queries sees, and when a chunk of keys is seen last."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from trunkline.attention.mask import MaskBlock, RowMask
+from trunkline.attention.mask import Range, RowMask
 from trunkline.chunking import Chunk, zigzag
 
 
 class ChunkSchedule:
-    """Which chunks of keys each chunk of queries meets, of what tokens see.
+    """Visibility between the chunks of a sequence, derived from its row masks.
 
     Args:
         chunks: this rank's rows of each chunk, in their own numbering.
-        sight: what tokens see, of each row of the batch, or one for all rows.
-        rank: this one, of those that the rows of a chunk are cut over.
-        size: how many these are.
+        row_masks: of each row of the batch, or one for all rows.
+        rank: this rank, among the ranks that the rows of a chunk are cut over.
+        size: number of these ranks.
 
     Attributes:
-        starts: the place in the sequence of the first token of each chunk.
-        first_keys: that of the first key that any of them sees.
-        is_causal: whether every token sees all before it.
-        has_window: whether a window passes chunks that no later one meets: their keys and values can be let go.
-        num_live_chunks: chunks whose keys and values are held at a time, at most.
+        row_masks: as given.
+        starts: position of the first token of each chunk, over all ranks.
+        first_keys: position of the first key that any token of each chunk sees.
+        is_causal: every token sees all tokens before it.
+        has_window: a window leaves chunks behind that no later chunk sees, so that their keys and values can be
+            dropped.
+        num_live_chunks: most chunks whose keys and values are held at a time.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], sight: Sequence[RowMask], rank: int, size: int) -> None:
-        whole = [Chunk(chunk.index, chunk.start * size, chunk.stop * size) for chunk in chunks]
-        self.starts = [chunk.start for chunk in whole]
-        self.first_keys = [min(each.first_key(start) for each in sight) for start in self.starts]
-        self.is_causal = all(each.is_causal for each in sight)
-        self._first = [bisect_right(self.starts, key) - 1 for key in self.first_keys]  # chunks
-        self._tokens = [zigzag(chunk, rank, size).ranges for chunk in whole]
-        self._sight = sight
-        self.has_window = any(each.window is not None for each in sight)
-        most = max(chunk.index - self._first[chunk.index] + 1 for chunk in chunks)
-        # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
+    def __init__(self, chunks: Sequence[Chunk], row_masks: Sequence[RowMask], rank: int, size: int) -> None:
+        over_ranks = [Chunk(chunk.index, chunk.start * size, chunk.stop * size) for chunk in chunks]
+        self.row_masks = row_masks
+        self.starts = [chunk.start for chunk in over_ranks]
+        self.first_keys = [min(mask.first_key(start) for mask in row_masks) for start in self.starts]
+        self.is_causal = all(mask.is_causal for mask in row_masks)
+        self.has_window = any(mask.window is not None for mask in row_masks)
+        self._first_chunks = [bisect_right(self.starts, key) - 1 for key in self.first_keys]
+        self._queries = [zigzag(chunk, rank, size).ranges for chunk in over_ranks]
+        most = max(chunk.index - self._first_chunks[chunk.index] + 1 for chunk in chunks)
+        # Where ranks gather keys, the first span of the next chunk is sent for before this chunk is done.
         self.num_live_chunks = min(most + (size > 1), len(chunks)) if self.has_window else len(chunks)
 
-    def before(self, chunk: Chunk) -> range:
-        """The chunks that one meets besides itself."""
-        return range(self._first[chunk.index], chunk.index)
+    def queries(self, chunk: Chunk) -> Sequence[Range]:
+        """Return the position ranges of this rank's rows of a chunk: one, or two over several ranks."""
+        return self._queries[chunk.index]
 
-    def is_met_after(self, chunk: Chunk, index: int) -> bool:
-        """Whether a chunk after this one meets chunk `index`, which is this one or before it."""
-        return chunk.index + 1 < len(self._first) and self._first[chunk.index + 1] <= index
+    def earlier(self, chunk: Chunk) -> range:
+        """Return the indices of the chunks before this one that it sees."""
+        return range(self._first_chunks[chunk.index], chunk.index)
 
-    def passed(self, chunk: Chunk) -> range:
-        """The chunks that this one meets and no later one does."""
+    def is_used_after(self, chunk: Chunk, index: int) -> bool:
+        """Return True if a chunk after this one sees chunk `index`, which is this one or an earlier one."""
+        return chunk.index + 1 < len(self._first_chunks) and self._first_chunks[chunk.index + 1] <= index
+
+    def last_used_by(self, chunk: Chunk) -> range:
+        """Return the indices of the chunks that this one sees and no later one does."""
         following = chunk.index + 1
-        return range(self._first[chunk.index], self._first[following] if following < len(self._first) else following)
-
-    def blocks(self, chunk: Chunk, first: int, count: int, *, joined: bool) -> Iterator[tuple[int, MaskBlock]]:
-        """What a chunk meets of keys: rows of the batch (0 where one stands for all), with blocks.
-
-        Args:
-            chunk: which.
-            first: place in the sequence of the first key.
-            count: how many keys, in the order of the sequence.
-            joined: a triangle may have more keys than rows.
-        """
-        for row, each in enumerate(self._sight):
-            for block in each.blocks(self._tokens[chunk.index], (first, first + count), joined=joined):
-                yield row, block
+        first = self._first_chunks
+        return range(first[chunk.index], first[following] if following < len(first) else following)

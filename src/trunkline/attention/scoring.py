@@ -1,4 +1,4 @@
-"""How scores become weights: their scale, a soft cap, an attention sink."""
+"""Scoring: scale, soft cap and attention sinks of the scores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What an attention call says besides queries, keys and values.
+    """Arguments of an attention call besides queries, keys and values.
 
     Attributes:
         scale: factor of the scores.
         softcap: c of c · tanh(score / c), after the scale (Gemma 2); None for none.
-        sinks: (H,), a score of each query head that takes part in the softmax and has no value (gpt-oss); None for
+        sinks: (H,), for each query head a score that takes part in the softmax and has no value (gpt-oss); None for
             none.
     """
 
@@ -24,12 +24,12 @@ class Scoring:
     sinks: Tensor | None = None
 
     def of_heads(self, heads: slice) -> Scoring:
-        """That of some query heads."""
+        """Return the scoring of some query heads."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
     @property
     def detached(self) -> Scoring:
-        """The same as a constant."""
+        """The same scoring outside the autograd graph."""
         return self if self.sinks is None else replace(self, sinks=self.sinks.detach())
 
 
@@ -45,7 +45,7 @@ def with_sinks(o_BHCD: Tensor, lse_BHC: Tensor, sinks_H: Tensor) -> tuple[Tensor
 
 
 def sinks_gradient(do_BHCD: Tensor, o_BHCD: Tensor, lse_BHC: Tensor, sinks_H: Tensor) -> Tensor:
-    """The gradient of sinks, (H,), from what `with_sinks` gave."""
+    """Compute the gradient of the sinks, (H,), from the results of `with_sinks`."""
     delta_BHC = (do_BHCD.to(lse_BHC.dtype) * o_BHCD).sum(-1)
     weight_BHC = torch.exp(sinks_H.to(lse_BHC.dtype)[:, None] - lse_BHC)
     return -(weight_BHC * delta_BHC).sum((0, 2))

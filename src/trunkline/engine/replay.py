@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from trunkline.attention.flash import activated, best_implementation
+from trunkline.attention.kernels import activated, best_implementation
 
 _SEEDS = 2**62
 

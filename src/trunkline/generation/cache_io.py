@@ -1,4 +1,4 @@
-"""Caches on disk: what took long to read once need not be read again."""
+"""Saving and loading of caches: a long prompt is read once, and used in many processes."""
 
 from __future__ import annotations
 
@@ -13,49 +13,56 @@ from torch.distributed.tensor import DTensor
 
 from trunkline.api import streamed_forward
 from trunkline.forward import StreamedForward
-from trunkline.kv_cache import checkpoint
+from trunkline.kv_cache import cache_files
 from trunkline.kv_cache.cache import StreamedCache
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_PASSING = ("_attn_implementation", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_IGNORED_CONFIG = (  # settings that do not change keys and values
+    "_attn_implementation",
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+)
 
 
 def save_cache(model: nn.Module, cache: StreamedCache, folder: str | Path) -> None:
-    """Write a cache: safetensors, chunk by chunk from whichever tier, and a page of JSON.
+    """Write a cache to a folder: safetensors, chunk by chunk from any tier, and a JSON page.
 
     Over ranks every rank calls this and writes its own part.
 
     Args:
-        model: whose cache it is, streamed.
-        cache: from `trunkline.prefill`; it stays as it is.
-        folder: new; whole or not there.
+        model: the streamed model of the cache.
+        cache: from `trunkline.prefill`; it does not change.
+        folder: must not exist; it appears once it is complete.
 
     Raises:
-        ValueError: the folder exists, the cache holds nothing, or it is another model's.
+        ValueError: the folder exists, the cache is empty, or it is another model's.
     """
     forward = streamed_forward(model, "save_cache")
     if not cache.belongs_to(forward.tiers):
         raise ValueError("this cache is another model's, or of other settings of stream(): it cannot be saved here.")
-    checkpoint.save(cache, _part(Path(folder), forward), _identity(forward))
+    cache_files.save(cache, _part(Path(folder), forward), _identity(forward))
 
 
 def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
-    """Read a cache that `save_cache` wrote, into the tiers of a model.
+    """Load a cache that `save_cache` wrote into the tiers of a model.
 
     Args:
-        model: streamed; the same weights as it was filled with, any chunk size and budgets.
-        folder: where it is.
+        model: streamed, with the weights that filled the cache; chunk size and budgets may differ.
+        folder: written by `save_cache`.
 
     Returns:
-        The cache, to go on from.
+        The cache.
 
     Raises:
-        ValueError: there is no cache there, it is another model's or another mesh's, or it does not fit in the budgets.
+        ValueError: the folder holds no cache, or that of another model or mesh; or it does not fit in the budgets.
     """
     forward = streamed_forward(model, "load_cache")
     cache = forward.new_cache()
     device, config = forward.decoder.device, forward.decoder.model.config.get_text_config()
-    checkpoint.load(
+    cache_files.load(
         cache, _part(Path(folder), forward), _identity(forward), device,
         hidden=config.hidden_size * next(forward.decoder.model.parameters()).dtype.itemsize,
         chunk_tokens=forward.config.chunk_tokens(device), size=forward.ranks.size,
@@ -64,14 +71,14 @@ def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
 
 
 def _part(folder: Path, forward: StreamedForward) -> Path:
-    """Where this rank has its part."""
+    """Return the folder of this rank's part."""
     return folder / forward.ranks.name if forward.ranks.name else folder
 
 
 def _identity(forward: StreamedForward) -> dict[str, Any]:
-    """What says of a model whether a cache is its own."""
+    """Return the identity of a model and rank: a cache is used only with an equal one."""
     model = forward.decoder.model
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _PASSING}
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _IGNORED_CONFIG}
     text = json.dumps(config, sort_keys=True, default=str)
     total = 0
     for number, parameter in enumerate(model.parameters(), 1):

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a local folder, for inference."""
+"""Loading of a model and its tokenizer from a local folder, for inference."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
     Args:
-        folder: as `save_pretrained` or `trunkline train` writes it, with a tokenizer; nothing is downloaded.
-        dtype: `auto` for that of the weights, `bfloat16`, `float16` or `float32`.
+        folder: written by `save_pretrained` or `trunkline train`, with a tokenizer; nothing is downloaded.
+        dtype: `auto` for the dtype of the weights, `bfloat16`, `float16` or `float32`.
         device: `auto` for CUDA where there is one, `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        ValueError: a setting is unknown, the device is not there, or the folder holds no such model.
+        ValueError: a setting is unknown, the device does not exist, or the folder holds no causal language model.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""Many texts that begin alike, each read once: a cache for every text, and their common beginnings held once.
+"""Prefix sharing: a cache for each of many texts, whose common prefixes are read and held once.
 
-Texts in lexicographic order are a walk through the tree of their beginnings. Where texts part, a cache stays until the
-walk has left that branch, and others fork from it; so a cache never has to forget anything, which layers with windows
+Texts in lexicographic order are a walk through the tree of their prefixes. Where texts diverge, a cache stays until the
+walk has left that branch, and others fork from it. So no cache is ever cropped, which layers with sliding windows
 could not always do.
 """
 
@@ -18,15 +18,15 @@ from trunkline.data.tokenizers import Tokens
 from trunkline.generation.prefill import prefill
 from trunkline.kv_cache.cache import StreamedCache
 
-LEAST_SHARED = 256  # tokens: below, going through them again costs less than another call
+MIN_SHARED = 256  # tokens: reading a shorter prefix again costs less than another call
 
 
 class Prefixes:
-    """Texts in the order in which their common beginnings need to be read once only.
+    """Texts in lexicographic order.
 
     Attributes:
         order: indices of the texts, in that order.
-        shared: tokens that each text in this order has in common with the next; one fewer than there are texts.
+        shared: length of the prefix that each text in this order shares with the next; one entry fewer than texts.
     """
 
     def __init__(self, texts: Sequence[Tokens]) -> None:
@@ -36,74 +36,75 @@ class Prefixes:
             texts: each (n,), n >= 1, no two alike.
         """
         self._texts = texts
-        compared = functools.cmp_to_key(_compared)
-        self.order = sorted(range(len(texts)), key=lambda index: compared(texts[index]))
+        key = functools.cmp_to_key(_compare)
+        self.order = sorted(range(len(texts)), key=lambda index: key(texts[index]))
         pairs = zip(self.order, self.order[1:], strict=False)
         self.shared = [common_length(texts[a], texts[b]) for a, b in pairs]
 
-    def sharing(self, least: int = LEAST_SHARED) -> set[int]:
-        """Indices of texts that have so many tokens in common with another."""
-        found: set[int] = set()
+    def sharing(self, least: int = MIN_SHARED) -> set[int]:
+        """Return the indices of texts that share a prefix of at least `least` tokens with another."""
+        indices: set[int] = set()
         for place, count in enumerate(self.shared):
             if count >= least:
-                found |= {self.order[place], self.order[place + 1]}
-        return found
+                indices |= {self.order[place], self.order[place + 1]}
+        return indices
 
-    def read(self, model: nn.Module, least: int = LEAST_SHARED) -> Iterator[tuple[int, StreamedCache]]:
+    def read(self, model: nn.Module, least: int = MIN_SHARED) -> Iterator[tuple[int, StreamedCache]]:
         """Read all texts.
 
         Args:
             model: streamed, in evaluation mode.
-            least: tokens; shorter common beginnings are read again.
+            least: shorter common prefixes, in tokens, are read again.
 
         Yields:
-            Index of a text, and its cache, whose `logits` are those behind the text. Others may go on from it: to go on
-            with something else, fork it.
+            Index of a text, and its cache, whose `logits` are of its last token. Later texts may continue the cache:
+            fork it to continue it with something else.
 
         Raises:
             ValueError: keys and values do not fit in the budgets.
         """
-        held: list[StreamedCache] = []  # of beginnings, each a beginning of the next
+        held: list[StreamedCache] = []  # of prefixes, each a prefix of the next
         for place, index in enumerate(self.order):
             text = self._texts[index]
             while held and held[-1].length > (self.shared[place - 1] if place else 0):
                 held.pop()
-            for stop in self._partings(place, held[-1].length if held else 0, least):
-                held.append(_gone_on(model, held, text[:stop]))
-            yield index, held[-1] if held and held[-1].length == len(text) else _gone_on(model, held, text)
+            for stop in self._branch_points(place, held[-1].length if held else 0, least):
+                held.append(_continue(model, held, text[:stop]))
+            yield index, held[-1] if held and held[-1].length == len(text) else _continue(model, held, text)
 
-    def _partings(self, place: int, begin: int, least: int) -> list[int]:
-        """Where later texts leave this one, from front to back, each so many tokens behind the last."""
-        found, reach = [], len(self._texts[self.order[place]])
+    def _branch_points(self, place: int, begin: int, least: int) -> list[int]:
+        """Return the lengths at which later texts leave this one, ascending, at least `least` tokens apart."""
+        lengths, shared = [], len(self._texts[self.order[place]])
         for count in self.shared[place:]:
-            reach = min(reach, count)
-            if reach < begin + least:
+            shared = min(shared, count)
+            if shared < begin + least:
                 break
-            found.append(reach)
+            lengths.append(shared)
         kept: list[int] = []
-        for stop in sorted(set(found)):
+        for stop in sorted(set(lengths)):
             if stop >= (kept[-1] if kept else begin) + least:
                 kept.append(stop)
         return kept
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """Tokens that two texts have in common from their beginning."""
+    """Return the length of the common prefix of two texts."""
     count = min(len(a), len(b))
     differs = a[:count] != b[:count]
     first = int(differs.argmax()) if count else 0
     return first if count and differs[first] else count
 
 
-def _compared(a: Tokens, b: Tokens) -> int:
+def _compare(a: Tokens, b: Tokens) -> int:
+    """Return a negative number, 0 or a positive number, as the first text comes before, with or after the second."""
     at = common_length(a, b)
     if at == min(len(a), len(b)):
         return len(a) - len(b)
     return int(a[at]) - int(b[at])
 
 
-def _gone_on(model: nn.Module, held: list[StreamedCache], text: Tokens) -> StreamedCache:
-    """The cache of a text, from that of a beginning of it."""
+def _continue(model: nn.Module, held: list[StreamedCache], text: Tokens) -> StreamedCache:
+    """Return the cache of a text, continued from the longest held prefix."""
     cache = held[-1].fork() if held else None
     new = text[cache.length if cache is not None else 0 :].astype(np.int64)
     device = next(model.parameters()).device

@@ -1,60 +1,58 @@
-"""What a streamed model remembers of the tokens it has read: a transformers `Cache` that rests in tiers."""
+"""`StreamedCache`: the keys and values of a streamed model, as a transformers `Cache` that rests in tiers."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from trunkline.attention.kv_store import KVPair
+from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import AttentionSpan
 from trunkline.chunking import Chunk, zigzag
 from trunkline.engine.documents import Starts
 from trunkline.engine.ranks import padded_length
-from trunkline.kv_cache.budget import no_room_to_decode, room_to_move
-from trunkline.kv_cache.cached_attention import SegmentView
-from trunkline.kv_cache.flush import frozen, to_join
+from trunkline.kv_cache.budget import bytes_to_move, no_room_message
 from trunkline.kv_cache.hf_cache import HFCacheInterface
-from trunkline.kv_cache.segment import ADVICE, KVSegment, reading_bytes
+from trunkline.kv_cache.segment import ADVICE, KVSegment, SegmentView, make_stores, read_bytes
 from trunkline.kv_cache.writers import DecodeBuffer
 from trunkline.offload.placement import StoreRequest
 from trunkline.offload.storage import TierError
 from trunkline.offload.stores import Stores, Tiers
 
-DECODE_BUFFER_TOKENS = 256  # that come in place, one by one as they are decoded, before they move on to their tier
-_SPARE = 32  # tokens before a window that stay: candidates that are refused in decoding can be forgotten again
+DECODE_BUFFER_TOKENS = 256  # decoded tokens that are written in place on the device before they are flushed
+_MARGIN = 32  # tokens before a window that stay, so that candidates which decoding rejects can be forgotten again
 _COPIED = (
-    "length",
-    "documents",
-    "logits",
-    "next_positions",
-    "widths",
-    "attention_spans",
-    "room",
-    "max_merged_tokens",
-    "_batch",
-)
+    "length", "documents", "logits", "next_positions", "token_bytes", "attention_spans", "spare_bytes",
+    "max_merged_tokens", "_batch",
+)  # fmt: skip
 
 
 class StreamedCache(HFCacheInterface):
     """Keys and values of every layer of a streamed model, on the device, in host memory or on disk as its budgets say.
 
-    `trunkline.prefill` gives one; `model.generate(ids, past_key_values=cache)` and `trunkline.generate` go on from it.
-    Layers with a sliding window keep what later tokens can see. Several caches may share what they have in common
-    (`fork`, beams, several continuations of a prompt): it is held once.
+    `trunkline.prefill` returns one; `model.generate(ids, past_key_values=cache)` and `trunkline.generate` continue it.
+    Layers with a sliding window keep the keys that later tokens can see. Caches with a common prefix (`fork`, beams,
+    several continuations of a prompt) share its memory.
 
     Attributes:
         length: tokens of a row, padding included.
-        documents: first tokens of documents, of each row, or once for all rows. Padding on the left is one.
-        logits: of the last token, (B, 1, V), or of as many as were asked for; None where there are none.
+        documents: positions of the first tokens of documents, for each row or once for all rows. Padding on the left
+            counts as a document.
+        logits: of the last token, (B, 1, V), or of the last tokens that were asked for; None where there are none.
         next_positions: position id of the next token, (1, 1) or (B, 1).
+        segments: keys and values, without those in the decode buffer.
+        decode_buffer: the last decoded tokens; None where there are none.
+        token_bytes: for each layer, bytes of a token's keys and of its values, in one row; empty without budgets.
+        attention_spans: of each layer.
+        capacity: tokens of the decode buffer.
         part: (rank, size) of the ranks that hold parts of keys and values, token by token.
-        capacity: tokens of the open end.
-        room: bytes of the device that its keys and values leave free, to go on with.
-        max_merged_tokens: decoded tokens that become one chunk where the device has a budget.
+        spare_bytes: device bytes that its keys and values leave free for decoding or another prompt.
+        max_merged_tokens: most decoded tokens that are merged into one chunk, where the device has a budget.
         tiers: of the model.
     """
 
@@ -67,13 +65,13 @@ class StreamedCache(HFCacheInterface):
         self._ids: list[Tensor] = []
         self._positions: list[Tensor] = []
         self._is_recording = False
-        self.links: list[SegmentView] = []
-        self.open_end: DecodeBuffer | None = None
-        self.widths: list[tuple[int, int]] = []  # bytes of a token's keys and values, of each layer and row
+        self.segments: list[SegmentView] = []
+        self.decode_buffer: DecodeBuffer | None = None
+        self.token_bytes: list[tuple[int, int]] = []
         self.attention_spans: Sequence[AttentionSpan] = ()
         self.capacity = padded_length(DECODE_BUFFER_TOKENS, 2 * part[1])
         self.part = part
-        self.room = self.max_merged_tokens = 0
+        self.spare_bytes = self.max_merged_tokens = 0
         self.tiers = tiers
 
     def __repr__(self) -> str:
@@ -81,8 +79,8 @@ class StreamedCache(HFCacheInterface):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, in whichever tier."""
-        return sum(link.stretch.nbytes for link in self.links) + (self.open_end.nbytes if self.open_end else 0)
+        """Bytes of keys and values, in any tier."""
+        return sum(x.segment.nbytes for x in self.segments) + (self.decode_buffer.nbytes if self.decode_buffer else 0)
 
     @property
     def tokens(self) -> Tensor:
@@ -98,58 +96,54 @@ class StreamedCache(HFCacheInterface):
         return self._positions[0] if parts else torch.zeros(self._batch, 0, dtype=torch.long)
 
     def belongs_to(self, tiers: Tiers) -> bool:
-        """Whether it rests in these."""
+        """Return True if the cache rests in these tiers."""
         return self.tiers is tiers
 
-    # -- copies that share ---------------------------------------------------------------------------------------------
+    # -- copies that share memory --------------------------------------------------------------------------------------
 
     def fork(self) -> StreamedCache:
-        """Another cache of the same tokens, which goes on by itself; what is there already is shared."""
+        """Return another cache of the same tokens, to be continued independently; segments are shared."""
         new = StreamedCache(self.tiers, self._num_layers, self.part)
-        new.open_end = self._copied_end()
+        new.decode_buffer = self._copy_decode_buffer()
         for name in _COPIED:
             setattr(new, name, getattr(self, name))
-        new.links, new._ids, new._positions = list(self.links), list(self._ids), list(self._positions)
-        for link in new.links:
-            link.stretch.owners.add(new)
+        new.segments, new._ids, new._positions = list(self.segments), list(self._ids), list(self._positions)
+        for view in new.segments:
+            view.segment.owners.add(new)
         return new
 
-    def _copied_end(self) -> DecodeBuffer | None:
-        """An open end like this one; None where there is no room for both, and its tokens have moved on."""
-        end = self.open_end
-        if end is None:
+    def _copy_decode_buffer(self) -> DecodeBuffer | None:
+        """Copy the decode buffer; where the device has no room for two, flush it and return None."""
+        buffer = self.decode_buffer
+        if buffer is None:
             return None
-        if end.filled:
+        if buffer.num_tokens:
             with contextlib.suppress(ValueError):
-                return end.rearranged(list(range(self._batch)), self._stores_of_open_end(self._batch))
-            self.freeze()
-        end.close()
-        self.open_end = None
+                return buffer.select_rows(list(range(self._batch)), self._decode_buffer_stores(self._batch))
+            self.flush()
+        buffer.close()
+        self.decode_buffer = None
         return None
 
     def __copy__(self) -> StreamedCache:
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedCache:
-        """What is shared is never changed, so that a fork is as good: transformers' own way to reuse a prefix."""
+        """Return a fork: shared segments never change. Transformers reuses a prefix by deep copies."""
         return self.fork()
 
-    def rearranged(self, rows: Sequence[int]) -> None:
-        """Have rows that are copies of these rows of before.
-
-        Raises:
-            ValueError: there is no room for the open end of so many rows. Nothing has changed then.
-        """
+    @override
+    def select_rows(self, rows: Sequence[int]) -> None:
         rows = list(rows)
         if rows == list(range(self._batch)):
             return
-        open_end = None
-        if self.open_end is not None and self.open_end.filled:
-            open_end = self.open_end.rearranged(rows, self._stores_of_open_end(len(rows)))
-        self.open_end = open_end
-        self.links = [
-            SegmentView(link.stretch, link.stop, tuple(row if link.rows is None else link.rows[row] for row in rows))
-            for link in self.links
+        buffer = None
+        if self.decode_buffer is not None and self.decode_buffer.num_tokens:
+            buffer = self.decode_buffer.select_rows(rows, self._decode_buffer_stores(len(rows)))
+        self.decode_buffer = buffer
+        self.segments = [
+            SegmentView(view.segment, view.stop, tuple(row if view.rows is None else view.rows[row] for row in rows))
+            for view in self.segments
         ]
         if len(self.documents) > 1:
             self.documents = tuple(self.documents[row] for row in rows)
@@ -160,51 +154,57 @@ class StreamedCache(HFCacheInterface):
         self._positions = [self.positions[rows]]
         self._batch = len(rows)
 
+    # -- state before a forward ----------------------------------------------------------------------------------------
+
     def snapshot(self) -> dict[str, Any]:
-        """What `rollback` takes: everything but what is written in place, behind the last token."""
-        end = self.open_end
-        lists = {name: list(getattr(self, name)) for name in ("links", "_ids", "_positions")}
-        return {**self.__dict__, **lists, "end": None if end is None else (end.start, end.filled, end.times_frozen)}
+        """Return the state that `rollback` restores. Buffers are not copied: a forward writes behind the last token."""
+        buffer = self.decode_buffer
+        lists = {name: list(getattr(self, name)) for name in ("segments", "_ids", "_positions")}
+        counts = None if buffer is None else (buffer.start, buffer.num_tokens, buffer.num_flushes)
+        return {**self.__dict__, **lists, "buffer": counts}
 
     def rollback(self, state: dict[str, Any]) -> None:
-        """Be again what it was."""
-        state, links, length = dict(state), self.links, state["length"]
-        end = state.pop("end")
-        if self.open_end is not None and self.open_end is not state["open_end"]:
-            self.open_end.close()
+        """Restore a state after a forward that failed."""
+        state, segments, length = dict(state), self.segments, state["length"]
+        counts = state.pop("buffer")
+        if self.decode_buffer is not None and self.decode_buffer is not state["decode_buffer"]:
+            self.decode_buffer.close()
         self.__dict__.update(state)
-        if self.open_end is not None:
-            self.open_end.start, self.open_end.filled, times_frozen = end
-            if self.open_end.times_frozen > times_frozen:  # its tokens have moved on, and its buffers have others
-                self.open_end.emptied(length)
-                self.links = [link for link in links if link.stop <= length]
-        for link in self.links:
-            link.stretch.owners.add(self)
+        if self.decode_buffer is not None:
+            self.decode_buffer.start, self.decode_buffer.num_tokens, num_flushes = counts
+            if self.decode_buffer.num_flushes > num_flushes:
+                # The forward flushed the buffer and may have written over its tokens: they are in a segment now.
+                self.decode_buffer.reset(length)
+                self.segments = [view for view in segments if view.stop <= length]
+        for view in self.segments:
+            view.segment.owners.add(self)
 
     def rewind(self) -> None:
-        """Forget the last token such that it can be read again: what begins with it still does."""
+        """Forget the last token so that it can be read again, as the first of its document if it was that."""
         documents, positions = self.documents, self.positions[:, -1:]
         self.crop(-1)
         self.documents, self.next_positions = documents, positions
 
-    def begin(self, batch: int) -> None:
-        """Make ready for new tokens of so many rows.
+    # -- new tokens ----------------------------------------------------------------------------------------------------
+
+    def expand_rows(self, batch: int) -> None:
+        """Repeat rows to make `batch` of them, for several continuations of each.
 
         Raises:
-            ValueError: it has other rows.
+            ValueError: `batch` is no multiple of the cache's rows.
         """
         if not self._batch:
             self._batch = batch
-        elif batch != self._batch and batch % self._batch == 0:  # several continuations of each row
+        elif batch != self._batch and batch % self._batch == 0:
             self.batch_repeat_interleave(batch // self._batch)
         else:
             self.require_rows(batch)
 
     def require_rows(self, batch: int) -> None:
-        """Refuse new tokens of rows that cannot go on from these.
+        """Refuse a number of rows that is no multiple of the cache's.
 
         Raises:
-            ValueError: they are no multiple.
+            ValueError: it is no multiple.
         """
         if self._batch and batch % self._batch:
             raise ValueError(
@@ -212,58 +212,103 @@ class StreamedCache(HFCacheInterface):
                 "continuations of each row."
             )
 
-    def open_end_for(self, count: int) -> DecodeBuffer:
-        """An open end with room for so many tokens."""
-        if self.open_end is not None and self.open_end.room < count:
-            self.freeze()
-        if self.open_end is None:
-            stores = self._stores_of_open_end(self._batch)
-            self.open_end = DecodeBuffer(self.length, self._batch, self._num_layers, self.capacity, stores)
-        if not self.open_end.filled:
-            self.open_end.emptied(self.length)
-        return self.open_end
+    def decode_buffer_for(self, count: int) -> DecodeBuffer:
+        """Return the decode buffer with room for `count` tokens; flush or allocate it first where needed.
 
-    def freeze(self) -> None:
-        """Have the open end move on to its tier."""
-        end = self.open_end
-        if end is None or not end.filled:
+        Raises:
+            ValueError: the device budget has no room.
+        """
+        if self.decode_buffer is not None and self.decode_buffer.num_free < count:
+            self.flush()
+        if self.decode_buffer is None:
+            stores = self._decode_buffer_stores(self._batch)
+            self.decode_buffer = DecodeBuffer(self.length, self._batch, self._num_layers, self.capacity, stores)
+        if not self.decode_buffer.num_tokens:
+            self.decode_buffer.reset(self.length)
+        return self.decode_buffer
+
+    def flush(self) -> None:
+        """Move the tokens of the decode buffer to a segment, merged with earlier segments of decoded tokens."""
+        buffer = self.decode_buffer
+        if buffer is None or not buffer.num_tokens:
             return
-        joined = to_join(self, end)
+        merged = self._segments_to_merge(buffer)
         try:
-            stretch = frozen(self, end, joined)
+            segment = self._flushed_segment(buffer, merged)
         except (ValueError, TierError):
-            if not joined:
+            if not merged:
                 raise
-            stretch, joined = frozen(self, end, []), []  # there is no room for both while one becomes the other
-        for each in joined:
-            self.links.pop()
+            # Merging needs room for the old segments and the new one at the same time: leave the old ones apart.
+            segment, merged = self._flushed_segment(buffer, []), []
+        for each in merged:
+            self.segments.pop()
             each.close()
-        self.append(stretch)
+        self.append_segment(segment)
         if self.tiers.limited:
-            stretch.stores.limit_transient(reading_bytes(stretch, self.widths))
-        end.emptied(end.stop)
-        end.times_frozen += 1
+            segment.stores.limit_transient(read_bytes(segment, self.token_bytes))
+        buffer.reset(buffer.stop)
+        buffer.num_flushes += 1
 
-    def own_part(self, layer: int) -> KVPair:
-        """Keys and values of the open end: of ranks that hold parts this one's, cut as those of a long prompt are."""
-        assert self.open_end is not None
+    def _segments_to_merge(self, buffer: DecodeBuffer) -> list[KVSegment]:
+        """Return the last segments of decoded tokens that a flush merges with the buffer, so that there are never many.
+
+        A segment is merged when as many tokens follow it: each token moves log(n) times in all.
+        """
+        segments: list[KVSegment] = []
+        if self.part[1] > 1 or any(span.window is not None for span in self.attention_spans):
+            return segments
+        tokens, most = buffer.num_tokens, self.max_merged_tokens if self.tiers.limited else math.inf
+        for view in reversed(self.segments):
+            segment = view.segment
+            count, is_own = segment.stop - segment.start, len(segment.owners) == 1 and view.rows is None
+            is_whole = is_own and segment.is_mergeable and view.stop == segment.stop and segment.batch == buffer.batch
+            if not is_whole or count > tokens or count + tokens > most:
+                break
+            segments.insert(0, segment)
+            tokens += count
+        return segments
+
+    def _flushed_segment(self, buffer: DecodeBuffer, merged: list[KVSegment]) -> KVSegment:
+        """Write the decode buffer, and the segments merged with it, to a new segment of one chunk."""
+        layers, start = range(self._num_layers), merged[0].start if merged else buffer.start
+        chunk = Chunk(0, 0, self.local_decoded(0)[0].shape[2] + buffer.start - start)
+        without_buffer = self.spare_bytes - self.decode_buffer_bytes(self._batch)  # this cache has one already
+        spare = self.spare_bytes, max(without_buffer, 0), bytes_to_move(self, self._batch, len(chunk)), 0
+        stores = make_stores(self.tiers, self._batch, [chunk], self.token_bytes, [0] * len(layers), spare)
+        kv = [KVStore([chunk], 0, stores, (f"k {i}", f"v {i}")) for i in layers]
+        with stores.close_on_error():
+            for layer in layers:
+                with contextlib.ExitStack() as stack:
+                    parts = [stack.enter_context(segment.single_chunk(layer)) for segment in merged]
+                    parts.append(self.local_decoded(layer))
+                    k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
+                    del parts  # fetched chunks are given up before the next layer's are fetched
+                assert k.shape[2] == len(chunk)
+                kv[layer].put(chunk, (k, v))
+            stores.flush_all()
+        ranges = [(start, buffer.stop)]
+        return KVSegment(start, buffer.stop, self._batch, [chunk], ranges, kv, [0] * len(layers), stores)
+
+    def local_decoded(self, layer: int) -> KVPair:
+        """Return this rank's part of the decode buffer's keys and values, cut over ranks as a long prompt is."""
+        assert self.decode_buffer is not None
         rank, size = self.part
-        whole = Chunk(0, 0, padded_length(self.open_end.filled, 1 if size == 1 else 2 * size))
-        ranges = zigzag(whole, rank, size).ranges
-        k, v = (torch.cat([x[:, :, a:b] for a, b in ranges], 2) for x in self.open_end.span(layer, len(whole)))
+        padded = Chunk(0, 0, padded_length(self.decode_buffer.num_tokens, 1 if size == 1 else 2 * size))
+        ranges = zigzag(padded, rank, size).ranges
+        k, v = (torch.cat([x[:, :, a:b] for a, b in ranges], 2) for x in self.decode_buffer.view(layer, len(padded)))
         return k, v
 
-    def append(self, stretch: KVSegment, rows: tuple[int, ...] | None = None) -> None:
-        """Hold another stretch, behind all others.
+    def append_segment(self, segment: KVSegment, rows: tuple[int, ...] | None = None) -> None:
+        """Append a segment behind all others.
 
         Args:
-            stretch: which.
-            rows: of it, that each row of this cache reads; None for the same.
+            segment: keys and values of the tokens that follow.
+            rows: the row of the segment that each row of this cache reads; None for the same.
         """
-        stretch.owners.add(self)
-        self.links.append(SegmentView(stretch, stretch.stop, rows))
+        segment.owners.add(self)
+        self.segments.append(SegmentView(segment, segment.stop, rows))
 
-    def grown(
+    def commit(
         self,
         stop: int,
         documents: tuple[Starts, ...],
@@ -272,13 +317,13 @@ class StreamedCache(HFCacheInterface):
         ids: Tensor,
         positions: Tensor,
     ) -> None:
-        """All layers have had new tokens, up to this place: let go of what no later one can see.
+        """Count new tokens, whose keys and values all layers have stored; drop keys that no later token sees.
 
         Args:
             stop: tokens of a row now.
             documents: see `StreamedCache.documents`.
-            next_positions: the same.
-            logits: the same.
+            next_positions: see `StreamedCache.next_positions`.
+            logits: see `StreamedCache.logits`.
             ids: of the new tokens, (B, n).
             positions: of the new tokens, (1, n) or (B, n).
         """
@@ -286,51 +331,52 @@ class StreamedCache(HFCacheInterface):
         self.logits = logits
         self._ids.append(ids.cpu())
         self._positions.append(positions.cpu())
-        windows = {reach for reach in self.attention_spans if reach.window is not None}
-        firsts = {reach: self._first_key(reach, stop) - self.spare(ids.shape[1]) for reach in windows}
-        for layer, reach in enumerate(self.attention_spans):
-            for link in self.links if reach in firsts else ():
-                if len(link.stretch.owners) == 1:
-                    link.stretch.let_go(layer, firsts[reach])
-        for link in self.links if len(windows) == len(set(self.attention_spans)) else ():
-            if link.stretch.is_passed:
-                link.stretch.owners.discard(self)
-        self.links = [link for link in self.links if self in link.stretch.owners]
+        windowed = {span for span in self.attention_spans if span.window is not None}
+        first_keys = {span: self._first_key(span, stop) - self.margin(ids.shape[1]) for span in windowed}
+        for layer, span in enumerate(self.attention_spans):
+            for view in self.segments if span in first_keys else ():
+                if len(view.segment.owners) == 1:  # another cache may be cropped, and need them
+                    view.segment.drop_before(layer, first_keys[span])
+        for view in self.segments if len(windowed) == len(set(self.attention_spans)) else ():
+            if view.segment.is_dropped:
+                view.segment.owners.discard(self)
+        self.segments = [view for view in self.segments if self in view.segment.owners]
 
-    def open_bytes(self, batch: int) -> int:
-        """Bytes of an open end for so many rows."""
-        return self.capacity * batch * sum(sum(widths) for widths in self.widths)
+    def decode_buffer_bytes(self, batch: int) -> int:
+        """Return the bytes of a decode buffer for `batch` rows."""
+        return self.capacity * batch * sum(map(sum, self.token_bytes))
 
-    def _stores_of_open_end(self, batch: int) -> Stores:
+    def _decode_buffer_stores(self, batch: int) -> Stores:
         if not self.tiers.limited:
             return Stores(self.tiers)
-        nbytes = self.open_bytes(batch)
+        nbytes = self.decode_buffer_bytes(batch)
         request = StoreRequest(("open",), ((nbytes,),), "open", 0, 0, persistent=True)
-        spare = room_to_move(self, batch, 0)
+        spare = bytes_to_move(self, batch, 0)
         with contextlib.suppress(ValueError):
             placement = self.tiers.place([request], ADVICE, headroom=spare)
             if placement.num_on_device("open"):
                 return Stores(self.tiers, placement)
-        raise ValueError(no_room_to_decode(nbytes + spare))
+        raise ValueError(no_room_message(nbytes + spare))
 
-    # -- forgetting ---------------------------------------------------------------------------------------------------
+    # -- forgetting ----------------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Hold as many tokens before a window as a forward reads: they may be forgotten again."""
+        """Keep as many tokens before a window as a forward reads, since they may be forgotten again."""
         self._is_recording = True
 
-    def spare(self, count: int) -> int:
-        """Tokens before a window that stay when a forward has read so many."""
-        return _SPARE + (count if self._is_recording else 0)
+    def margin(self, count: int) -> int:
+        """Return how many tokens before a window stay after a forward of `count` tokens."""
+        return _MARGIN + (count if self._is_recording else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens.
 
         Args:
-            tokens_to_remove: so many, as a negative number. A positive one is what is left, as in earlier transformers.
+            tokens_to_remove: their number, negative. A positive number is the tokens that stay, as in earlier
+                transformers.
 
         Raises:
-            ValueError: it has not so many, or a window has let go of what the next token would see.
+            ValueError: the cache has fewer tokens, or a window has dropped keys that the next token would see.
         """
         stop = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
         if stop < 0:
@@ -340,47 +386,47 @@ class StreamedCache(HFCacheInterface):
         documents = tuple(tuple(at for at in starts if at < max(stop, 1)) for starts in self.documents)
         self._require_held(stop, documents)
         self.documents = documents
-        for link in self.links:
-            if link.stretch.start >= stop:
-                link.stretch.owners.discard(self)
-        self.links = [
-            SegmentView(link.stretch, min(link.stop, stop), link.rows)
-            for link in self.links
-            if link.stretch.start < stop
+        for view in self.segments:
+            if view.segment.start >= stop:
+                view.segment.owners.discard(self)
+        self.segments = [
+            SegmentView(view.segment, min(view.stop, stop), view.rows)
+            for view in self.segments
+            if view.segment.start < stop
         ]
-        if self.open_end is not None and self.open_end.filled:
-            self.open_end.shortened(stop)
+        if self.decode_buffer is not None and self.decode_buffer.num_tokens:
+            self.decode_buffer.crop(stop)
         positions = self.positions[:, :stop]
         self.next_positions = positions[:, -1:] + 1 if stop else torch.zeros(1, 1, dtype=torch.long)
         self._ids, self._positions = [self.tokens[:, :stop]], [positions]
         self.length, self.logits = stop, None
 
     def reset(self) -> None:
-        """Hold nothing."""
-        for link in self.links:
-            link.stretch.owners.discard(self)
-        self.links, self.length, self.documents, self.logits = [], 0, ((0,),), None
+        """Forget everything."""
+        for view in self.segments:
+            view.segment.owners.discard(self)
+        self.segments, self.length, self.documents, self.logits = [], 0, ((0,),), None
         self._ids, self._positions = [], []
         self.next_positions = torch.zeros(1, 1, dtype=torch.long)
         self._batch = 0
-        if self.open_end is not None:
-            self.open_end.close()
-            self.open_end = None
+        if self.decode_buffer is not None:
+            self.decode_buffer.close()
+            self.decode_buffer = None
 
-    def _first_key(self, reach: AttentionSpan, stop: int, documents: tuple[Starts, ...] | None = None) -> int:
-        """Place of the first key that a token sees, of any row."""
-        return min(each.first_key(stop) for each in reach.row_masks(documents or self.documents, stop + 1))
+    def _first_key(self, span: AttentionSpan, stop: int, documents: tuple[Starts, ...] | None = None) -> int:
+        """Return the position of the first key that the token at `stop` sees, in any row."""
+        return min(mask.first_key(stop) for mask in span.row_masks(documents or self.documents, stop + 1))
 
     def _require_held(self, stop: int, documents: tuple[Starts, ...]) -> None:
-        """Refuse to forget tokens down to a place from which on a layer would miss keys."""
-        earliest = min((link.stretch.start for link in self.links), default=self.length)
-        if self.open_end is not None and self.open_end.filled:
-            earliest = min(earliest, self.open_end.start)
-        for layer, reach in enumerate(self.attention_spans):
-            first = self._first_key(reach, stop, documents)
-            gone = [link.stretch.gone(layer) for link in self.links if link.stretch.start < stop]
-            if stop and max([earliest, *gone]) > first:
+        """Refuse to crop to `stop` tokens if a layer has dropped keys that the next token would see."""
+        earliest = min((view.segment.start for view in self.segments), default=self.length)
+        if self.decode_buffer is not None and self.decode_buffer.num_tokens:
+            earliest = min(earliest, self.decode_buffer.start)
+        for layer, span in enumerate(self.attention_spans):
+            first = self._first_key(span, stop, documents)
+            dropped = [view.segment.dropped_until(layer) for view in self.segments if view.segment.start < stop]
+            if stop and max([earliest, *dropped]) > first:
                 raise ValueError(
-                    f"crop to {stop} tokens: layer {layer} sees {reach.window} tokens, and has let go of those before: "
+                    f"crop to {stop} tokens: layer {layer} sees {span.window} tokens, and has dropped those before: "
                     "prefill again up to there."
                 )

@@ -1,7 +1,7 @@
-"""What a forward over a cache is given: checked before the first sweep, and turned into new tokens.
+"""Arguments of a forward over a cache: checks before the first layer runs, and conversion to `NewTokens`.
 
-Rows of different lengths are padded on the left, as transformers' `generate` wants it. What is padding is a document of
-its own: no token sees it.
+Rows of different lengths are padded on the left, as transformers' `generate` pads them. Padding is a document of its
+own, so that no token sees it.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ CACHE_ARGUMENTS = (
     "cache",
     "past_key_values",
 )  # of the argument that is a cache, in one release of transformers or another
-_WITHOUT_MEANING = ("cache_position",)
+_IGNORED = ("cache_position",)
 
 
 def cache_argument(model: Any) -> str:
-    """The name that a cache has among the arguments of a model's forward."""
-    known = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])
+    """Return the name of the cache argument of a model's forward."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), CACHE_ARGUMENTS[0])
 
 
 def take_cache(given: dict[str, Any], name: str, new: Callable[[], StreamedCache]) -> StreamedCache | None:
-    """Take what is said of a cache out of the arguments of a forward.
+    """Remove the arguments about a cache from those of a forward, and return the cache.
 
     Args:
         given: the arguments by name.
-        name: the model's, for messages.
+        name: of the model, for messages.
         new: makes an empty cache.
 
     Returns:
-        The cache that is given, or a new one if one is wanted; None where none is.
+        The cache that was passed, or a new one for `use_cache`; None without a cache.
 
     Raises:
-        ValueError: it is the cache of a model that is not streamed, or goes with labels.
+        ValueError: the cache is not one of a streamed model, or labels were passed too.
     """
-    wanted = given.pop("use_cache", None)
-    found = [value for value in (given.pop(each, None) for each in CACHE_ARGUMENTS) if value is not None]
-    for each in _WITHOUT_MEANING:
+    use_cache = given.pop("use_cache", None)
+    caches = [value for value in (given.pop(each, None) for each in CACHE_ARGUMENTS) if value is not None]
+    for each in _IGNORED:
         given.pop(each, None)
     if given.get("labels") is not None or given.get("shift_labels") is not None:
-        if wanted or found:
+        if use_cache or caches:
             raise ValueError("labels go without a cache: leave use_cache and past_key_values out.")
         return None
-    if not found:
-        return new() if wanted else None
-    given_cache = found[0]
+    if not caches:
+        return new() if use_cache else None
+    given_cache = caches[0]
     if isinstance(given_cache, StreamedCache):
         return given_cache
     if type(given_cache) is not DynamicCache or getattr(given_cache, "offloading", False):
@@ -71,23 +71,23 @@ def take_cache(given: dict[str, Any], name: str, new: Callable[[], StreamedCache
             f"past_key_values is a {type(given_cache).__name__} that holds tokens: a streamed {name} goes on from a "
             "cache of its own, which trunkline.prefill(model, input_ids) gives."
         )
-    cache = new()  # that one was made for a generation that begins: ours takes its place
+    cache = new()  # `generate` made an empty cache for a new generation: ours takes its place
     if any(getattr(layer, "record_past", False) for layer in given_cache.layers):
         cache.activate_past_recording()
     return cache
 
 
 def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: StreamedCache) -> NewTokens:
-    """Check the arguments of a forward over a cache.
+    """Check the arguments of a forward over a cache, and convert them to new tokens.
 
     Args:
-        given: the arguments by name, without those that `take_cache` takes.
-        name: the model's, for messages.
-        vocab_size: tokens it has embeddings for.
-        cache: what was read before.
+        given: the arguments by name, without those that `take_cache` removes.
+        name: of the model, for messages.
+        vocab_size: tokens that the model has embeddings for.
+        cache: the tokens read before; may be empty.
 
     Raises:
-        ValueError: an argument is of the wrong shape or range, or does not go on where the cache ends.
+        ValueError: an argument has a wrong shape or range, or does not continue where the cache ends.
     """
     ids_BS = inputs.token_ids(given, name, vocab_size)
     count = ids_BS.shape[1]
@@ -96,14 +96,15 @@ def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: St
     if not isinstance(keep, int) or keep < 0:
         raise ValueError(f"logits_to_keep={keep!r}: give a number of last positions (0 and 1 both give the last).")
     padding = _padding(given.get("attention_mask"), ids_BS, cache)
-    starts, positions = _going_on(given, ids_BS, padding, cache) if cache.length else _beginning(given, ids_BS, padding)
+    read = _continued if cache.length else _first_tokens
+    starts, positions = read(given, ids_BS, padding, cache)
     following = torch.tensor([[count - 1]]) if positions is None else positions[:, -1:]
     batch = Batch(ids_BS, positions, documents=starts)
     return NewTokens(batch, starts, following + 1, min(keep, count))
 
 
 def _padding(mask: Any, ids_BS: Tensor, cache: StreamedCache) -> list[int] | None:
-    """Tokens of padding on the left of each row of the whole sequence; None where nothing is said."""
+    """Return the padding on the left of each row of the whole sequence, in tokens; None without a mask."""
     if mask is None:
         return None
     rows, count = ids_BS.shape
@@ -122,47 +123,49 @@ def _padding(mask: Any, ids_BS: Tensor, cache: StreamedCache) -> list[int] | Non
         if bool(padding.any()):
             raise ValueError("attention_mask has padding between the cache and the new tokens: leave it out.")
         return None
-    found: list[int] = padding.tolist()
-    if max(found) >= real.shape[1]:
+    counts: list[int] = padding.tolist()
+    if max(counts) >= real.shape[1]:
         raise ValueError("attention_mask has a row without any token: give at least one a row.")
-    return found
+    return counts
 
 
-def _beginning(
-    given: dict[str, Any], ids_BS: Tensor, padding: list[int] | None
+def _first_tokens(
+    given: dict[str, Any], ids_BS: Tensor, padding: list[int] | None, cache: StreamedCache
 ) -> tuple[tuple[Starts, ...], Tensor | None]:
-    """First tokens of documents, and positions, of the first tokens of a cache."""
+    """Return the starts of documents, and position ids, for the first tokens of a cache."""
     if padding is None or not any(padding):
         return documents.read(given, ids_BS, None)
-    at = torch.tensor(padding, device=ids_BS.device)[:, None]
-    places = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    first = torch.tensor(padding, device=ids_BS.device)[:, None]
+    indices = torch.arange(ids_BS.shape[1], device=ids_BS.device)
     positions = given.get("position_ids")
     if positions is None:
-        positions = places - at
+        positions = indices - first
     elif not isinstance(positions, Tensor) or positions.ndim > 2:
-        documents.read({"position_ids": positions}, ids_BS, None)  # says what is wrong with them
+        documents.read({"position_ids": positions}, ids_BS, None)  # raises the error that names what is wrong
         raise ValueError("position_ids of three dimensions do not go with padding: give those of text, (B, S).")
     else:
-        rows = positions.expand(len(padding), -1).where(places >= at, places)
+        rows = positions.expand(len(padding), -1).where(indices >= first, indices)
         positions = documents.read({"position_ids": rows}, ids_BS, None).position_ids
     assert positions is not None
-    positions = positions.masked_fill(places < at, 0)
+    positions = positions.masked_fill(indices < first, 0)
     if any(given.get(each) is not None for each in documents.ARGUMENTS):
         raise ValueError("packed documents and padding on the left do not go together: pack without padding.")
-    found = documents.read({"position_ids": positions}, ids_BS, None).starts
-    each = found * len(padding) if len(found) == 1 else found
-    pairs = zip(each, padding, strict=True)
-    return tuple(tuple(sorted({0, pad, *(at for at in starts if at >= pad)})) for starts, pad in pairs), positions
+    starts = documents.read({"position_ids": positions}, ids_BS, None).starts
+    of_rows = starts * len(padding) if len(starts) == 1 else starts
+    pairs = zip(of_rows, padding, strict=True)
+    return tuple(tuple(sorted({0, pad, *(at for at in row if at >= pad)})) for row, pad in pairs), positions
 
 
-def _going_on(
+def _continued(
     given: dict[str, Any], ids_BS: Tensor, padding: list[int] | None, cache: StreamedCache
 ) -> tuple[tuple[Starts, ...], Tensor]:
-    """The same where a cache goes on: of the whole sequence, and of the new tokens."""
+    """Return the starts of documents of the whole sequence, and position ids of tokens that continue a cache."""
     rows, count = ids_BS.shape
-    known = cache.documents
+    cached = cache.documents
     repeats = max(rows // cache.batch_size, 1)
-    each = tuple(starts for starts in (known * cache.batch_size if len(known) == 1 else known) for _ in range(repeats))
+    each = tuple(
+        starts for starts in (cached * cache.batch_size if len(cached) == 1 else cached) for _ in range(repeats)
+    )
     if padding is not None and any(
         pad and (len(starts) < 2 or starts[1] != pad) for pad, starts in zip(padding, each, strict=False)
     ):
@@ -179,19 +182,19 @@ def _going_on(
     following = following.repeat_interleave(repeats, 0) if len(following) > 1 else following
     positions = given.get("position_ids")
     if positions is None:
-        return known if len(known) == 1 else each, following + torch.arange(count, device=ids_BS.device)
+        return cached if len(cached) == 1 else each, following + torch.arange(count, device=ids_BS.device)
     new = documents.read({"position_ids": positions}, ids_BS, None)
     assert new.position_ids is not None
-    goes_on = (new.position_ids[:, :1] == following).expand(rows, 1).flatten().tolist()
+    continues = (new.position_ids[:, :1] == following).expand(rows, 1).flatten().tolist()
     begins = (new.position_ids[:, 0] == 0).expand(rows).tolist()
-    if not all(a or b for a, b in zip(goes_on, begins, strict=True)):
+    if not all(a or b for a, b in zip(continues, begins, strict=True)):
         raise ValueError(
             f"position_ids begin at {new.position_ids[:, 0].tolist()}, and the cache ends before "
             f"{following.flatten().tolist()}: go on from there, or begin a document at 0."
         )
-    found = new.starts * rows if len(new.starts) == 1 else new.starts
-    whole = tuple(
+    new_starts = new.starts * rows if len(new.starts) == 1 else new.starts
+    of_all = tuple(
         (*starts, *(cache.length + at for at in own[1 if same else 0 :]))
-        for starts, own, same in zip(each, found, goes_on, strict=True)
+        for starts, own, same in zip(each, new_starts, continues, strict=True)
     )
-    return (whole[:1] if len(set(whole)) == 1 else whole), new.position_ids
+    return (of_all[:1] if len(set(of_all)) == 1 else of_all), new.position_ids

@@ -1,8 +1,8 @@
-"""The forward of new tokens over a cache: prefill is the first of these, a decoded token each that follows.
+"""The forward of new tokens over a cache: prefill, and each decoded token after it.
 
-Where everything rests on the device a chunk goes through all layers before the next begins: beside keys and values
-nothing is as long as the sequence then. Where budgets move keys and values out, or ranks exchange, a layer has all its
-chunks first, as in training: what leaves the device, and parameters that are gathered, move once for a layer.
+Where everything rests on the device a chunk goes through all layers before the next chunk begins: nothing but keys and
+values is then as long as the sequence. With budgets, or over ranks, all chunks go through a layer before the next layer
+begins, as in training: keys and values that leave the device, and parameters that are gathered, move once for a layer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trunkline.engine.replay import ReplayContext
 from trunkline.engine.step import StepState
 from trunkline.kv_cache.cache import StreamedCache
 from trunkline.kv_cache.cached_attention import CachedCore, CacheForward
-from trunkline.kv_cache.segment import pair_bytes, reading_bytes
-from trunkline.kv_cache.segment_placement import bytes_per_token_of, hidden_bytes, new_stretch, room_after
+from trunkline.kv_cache.segment import max_chunk_bytes, read_bytes
+from trunkline.kv_cache.segment_placement import hidden_bytes, kv_token_bytes, new_segment, spare_after
 from trunkline.kv_cache.writers import DecodeBuffer, SegmentWriter
 from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores, Tiers
 
-_DEEP = 8  # chunks of keys that few new tokens have on the device at a time: more bring nothing
+_MAX_PREFETCH = 8  # chunks of keys that decoding has on the device at a time: more are no faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class NewTokens:
     """New tokens over a cache.
 
     Attributes:
-        batch: their ids and positions.
-        documents: first tokens of documents in the whole sequence, of each row, or once for all.
+        batch: ids and positions.
+        documents: positions of the first tokens of documents in the whole sequence, for each row or once for all rows.
         next_positions: position ids of the token after the last, (1, 1) or (B, 1).
-        logits_to_keep: of so many last positions logits are wanted.
+        logits_to_keep: last positions whose logits are returned.
     """
 
     batch: Batch
@@ -62,26 +62,26 @@ def extend(
     cache: StreamedCache,
     new: NewTokens,
 ) -> Tensor:
-    """Have a cache read new tokens.
+    """Read new tokens into a cache.
 
     Args:
-        decoder: the model, with what is in no layer present.
-        config: settings.
+        decoder: the model, with the parameters outside its layers unsharded.
+        config: settings of `stream`.
         tiers: of the model.
-        ranks: that share the sequence.
-        conditions: under which it runs.
-        reaches: of each layer's attention.
+        ranks: share the sequence.
+        conditions: random state, autocast and kernels of the forward.
+        reaches: attention span of each layer.
         cache: of this model.
-        new: tokens.
+        new: the new tokens.
 
     Returns:
-        Logits (B, n, V) of the last n positions, as many as are wanted.
+        Logits (B, n, V) of the last n positions, n being `new.logits_to_keep`.
 
     Raises:
         ValueError: rows do not match, or keys and values do not fit in the budgets.
     """
     count = new.batch.seq_len
-    in_place = count <= cache.capacity
+    in_place = count <= cache.capacity  # few tokens: every rank computes all of them
     chunks = [Chunk(0, 0, count)]
     if in_place:
         ranks = ranks.replicated
@@ -90,24 +90,32 @@ def extend(
     own, rows = [ranks.local_tokens(chunk) for chunk in chunks], [ranks.query_rows(chunk) for chunk in chunks]
     run = StepState(decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], reaches, Stores(tiers))
     total = cache.length + count
-    found = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
-    sights = [found[reach] for reach in reaches]
+    masks = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
+    row_masks = [masks[reach] for reach in reaches]
     with conditions.restored(), decoder.streamed_attention(), torch.no_grad():
-        cache.begin(len(new.batch.input_ids_BS))
-        if tiers.limited and not cache.widths:
-            cache.widths = bytes_per_token_of(run)
-            cache.room = room_after(run, cache, 0, hidden_bytes(run))
+        cache.expand_rows(len(new.batch.input_ids_BS))
+        if tiers.limited and not cache.token_bytes:
+            cache.token_bytes = kv_token_bytes(run)
+            cache.spare_bytes = spare_after(run, cache, 0, hidden_bytes(run))
         by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.is_sharded)
         if in_place:
-            writer: SegmentWriter | DecodeBuffer = cache.open_end_for(count)
+            writer: SegmentWriter | DecodeBuffer = cache.decode_buffer_for(count)
         else:
-            cache.freeze()
-            writer = new_stretch(run, cache, sights)
+            cache.flush()
+            writer = new_segment(run, cache, row_masks)
         extension = CacheForward(
-            cache.links, writer, offset=cache.length, chunks=rows, sights=sights, batch=len(new.batch.input_ids_BS),
-            kernel=config.attn_kernel, ranks=ranks, part=cache.part if in_place else (0, 1), by_chunk=by_chunk,
-            prefetch=_depth(cache) if in_place else None,
-        )  # fmt: skip
+            cache.segments,
+            writer,
+            offset=cache.length,
+            chunks=rows,
+            row_masks=row_masks,
+            batch=len(new.batch.input_ids_BS),
+            kernel=config.attn_kernel,
+            ranks=ranks,
+            part=cache.part if in_place else (0, 1),
+            by_chunk=by_chunk,
+            prefetch=_decode_prefetch(cache) if in_place else None,
+        )
         with run.stores.close_on_error(), extension.feed:
             sweep = _by_chunk if by_chunk else _by_layer
             x_BTE = sweep(run, extension, new.logits_to_keep)
@@ -116,19 +124,19 @@ def extend(
         if isinstance(writer, SegmentWriter):
             writer.end_layer()
             if tiers.limited:
-                writer.stretch.stores.limit_transient(reading_bytes(writer.stretch, cache.widths))
-            cache.append(writer.stretch)
+                writer.segment.stores.limit_transient(read_bytes(writer.segment, cache.token_bytes))
+            cache.append_segment(writer.segment)
         else:
-            writer.grown()
+            writer.commit()
         positions = new.batch.positions(Chunk(0, 0, count))
-        cache.grown(total, new.documents, new.next_positions, logits, new.batch.input_ids_BS, positions)
+        cache.commit(total, new.documents, new.next_positions, logits, new.batch.input_ids_BS, positions)
     return logits
 
 
 def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
-    """Each chunk through all layers; gives the last hidden states (B, keep, E)."""
+    """Run each chunk through all layers; return the last hidden states (B, keep, E)."""
     layers = range(run.decoder.num_layers)
-    cores, found = [extension.core(layer) for layer in layers], []
+    cores, states = [extension.core(layer) for layer in layers], []
     for chunk in run.chunks:
         run.report("embed", -1, chunk.index, len(run.chunks))
         run.replay.seed(-1, chunk.index)
@@ -139,13 +147,13 @@ def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
                 with run.decoder.unsharded(layer, following=following):
                     attention = run.attention(layer, chunk, cores[layer].forward)
                     x_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, attention)
-        if _is_wanted(run, chunk, keep):
-            found.append(run.ranks.gather_tokens(x_BCE))
-    return _last(run, found, keep)
+        if _is_kept(run, chunk, keep):
+            states.append(run.ranks.gather_tokens(x_BCE))
+    return _last(run, states, keep)
 
 
 def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
-    """All chunks through each layer; gives the last hidden states (B, keep, E)."""
+    """Run all chunks through each layer; return the last hidden states (B, keep, E)."""
     sweeps.embed_forward(run, differentiable=False)
     num_layers = run.decoder.num_layers
     for layer in range(num_layers):
@@ -157,10 +165,10 @@ def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
             )
             inputs.release()
         run.inputs.append(outputs)
-    wanted = [chunk.index for chunk in run.chunks if _is_wanted(run, chunk, keep)]
-    found = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(wanted)]
+    kept = [chunk.index for chunk in run.chunks if _is_kept(run, chunk, keep)]
+    states = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(kept)]
     run.inputs[-1].clear()
-    return _last(run, found, keep)
+    return _last(run, states, keep)
 
 
 def _chunk_of_layer(
@@ -172,26 +180,27 @@ def _chunk_of_layer(
     outputs.stash(chunk.index, run.decoder.layer(layer, x_BCE, run.batch, chunk, attention))
 
 
-def _depth(cache: StreamedCache) -> int:
-    """Chunks of keys, as of values, that few new tokens have on the device at a time: `prefetch`, or more if they fit.
+def _decode_prefetch(cache: StreamedCache) -> int:
+    """Return the chunks of keys, as of values, that decoding has on the device: `prefetch`, or more if they fit.
 
-    The rest of a layer takes a token as long as several chunks take to arrive: with few, the lane would wait for it.
+    While the rest of a layer runs, several chunks can be fetched: with few buffers the fetch lane would wait.
     """
     tiers, room = cache.tiers, cache.tiers.unreserved_bytes("device")
-    if room is None or tiers.prefetch == 1 or not cache.links:
+    if room is None or tiers.prefetch == 1 or not cache.segments:
         return tiers.prefetch
-    pair = max(pair_bytes(link.stretch, cache.widths) for link in cache.links)
-    return max(tiers.prefetch, min(room // pair - 1, _DEEP))  # less one that was handed out before
+    pair = max(max_chunk_bytes(view.segment, cache.token_bytes) for view in cache.segments)
+    return max(tiers.prefetch, min(room // pair - 1, _MAX_PREFETCH))  # less the one in use
 
 
-def _is_wanted(run: StepState, chunk: Chunk, keep: int) -> bool:
-    """Whether a chunk has some of the last tokens, padding aside."""
+def _is_kept(run: StepState, chunk: Chunk, keep: int) -> bool:
+    """Return True if a chunk has some of the last `keep` tokens, padding aside."""
     stop = sum(len(each) for each in run.chunks[: chunk.index + 1]) * run.ranks.size
     return stop > run.batch.seq_len - keep
 
 
-def _last(run: StepState, found: list[Tensor], keep: int) -> Tensor:
-    tail = torch.cat(found, dim=1)
+def _last(run: StepState, states: list[Tensor], keep: int) -> Tensor:
+    """Return the last `keep` hidden states (B, keep, E) of some last chunks, without padding."""
+    tail = torch.cat(states, dim=1)
     padding = sum(map(len, run.chunks)) * run.ranks.size - run.batch.seq_len
     stop = tail.shape[1] - padding
     return tail[:, stop - keep : stop]

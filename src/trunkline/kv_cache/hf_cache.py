@@ -1,4 +1,4 @@
-"""What transformers asks of a cache, as far as the answer is the same whatever a streamed cache holds."""
+"""Methods of transformers' `Cache` whose answers do not depend on the tokens that a streamed cache holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 
 class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
-    """A cache without tensors of its own.
+    """A transformers cache without layers of its own.
 
     Args:
         num_layers: decoder layers.
@@ -21,6 +21,11 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         length: tokens of a row, padding included.
     """
 
+    # Never compiled: keys and values are not tensors of one shape.
+    is_compileable = False
+    # `crop` refuses the case in which it cannot: a window has dropped keys that would be needed again.
+    is_croppable = True
+
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
         self.length = 0
@@ -28,23 +33,27 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         self._num_layers = num_layers
 
     @abc.abstractmethod
-    def rearranged(self, rows: Sequence[int]) -> None:
-        """Have rows that are copies of these rows of before."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Replace the rows by copies of these rows.
+
+        Raises:
+            ValueError: the device has no room for so many rows. Nothing has changed then.
+        """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of a row, padding included."""
+        """Return the tokens of a row, padding included."""
         return self.length
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that new tokens meet, and the place of the first."""
+        """Return the number of keys that new tokens attend to, and the position of the first."""
         return self.length + int(query_length), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def __len__(self) -> int:
@@ -61,37 +70,27 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         return self._batch
 
     @property
-    def is_compileable(self) -> bool:
-        """Never: it is not made of tensors of one shape."""
-        return False
-
-    @property
     def is_initialized(self) -> bool:
-        """Whether it holds anything."""
+        """True if it holds tokens."""
         return self.length > 0
 
     @property
-    def is_croppable(self) -> bool:
-        """As long as no window has let go of what would be wanted again; `crop` says so."""
-        return True
-
-    @property
     def is_sliding(self) -> list[bool]:
-        """Masks are none of transformers' business here."""
+        """False for each layer: transformers must make no window masks, since Trunkline makes its own."""
         return [False] * self._num_layers
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer has linear attention."""
+        """False for each layer: none has linear attention."""
         return [False] * self._num_layers
 
     @property
     def is_dummy(self) -> list[bool]:
-        """No layer goes without keys and values."""
+        """False for each layer: all have keys and values."""
         return [False] * self._num_layers
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refused: layers of a streamed model do not call it, and those of another must not.
+        """Refuse: layers of a streamed model do not call it, and layers of another model must not.
 
         Raises:
             ValueError: always.
@@ -99,13 +98,13 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         raise ValueError("this cache belongs to a streamed model: give it to that model, after trunkline.stream().")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Have each row go on from another, as beams do."""
-        self.rearranged(beam_idx.tolist())
+        """Replace each row by another, as beam search does."""
+        self.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each row so many times."""
-        self.rearranged([row for row in range(self._batch) for _ in range(repeats)])
+        """Repeat each row."""
+        self.select_rows([row for row in range(self._batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Have some of the rows."""
-        self.rearranged(torch.arange(self._batch)[indices.cpu()].tolist())
+        """Keep some of the rows."""
+        self.select_rows(torch.arange(self._batch)[indices.cpu()].tolist())

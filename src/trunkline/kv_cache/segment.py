@@ -1,27 +1,66 @@
-"""Keys and values of consecutive tokens, for all layers, wherever they rest; once written they do not change.
+"""Segments: keys and values of consecutive tokens, for all layers, in any tier; once written they do not change.
 
-A cache is made of these, one after another: what one prefill has left is one, and decoded tokens become one whenever
-their open end is full. Several caches may share one: continuations of the same prefix do.
+A cache is a list of segments. A prefill leaves one; decoded tokens become one whenever the decode buffer is full.
+Caches with a common prefix share its segments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
+from trunkline.attention.kv_spans import KVSpan
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import Range
 from trunkline.chunking import Chunk, spans
-from trunkline.offload.chunked_sequence import ChunkedSequence, read_next
+from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, prefetch_more, read_next
 from trunkline.offload.placement import FitHints, StoreRequest
 from trunkline.offload.stores import Stores, Tiers
 
 ADVICE = FitHints(less="a shorter input or a smaller batch")
+
+StoredChunk = tuple[int, tuple[ChunkedSequence, ...]]  # index of a streamed chunk; its sequences of keys and of values
+
+
+class KVFeed:
+    """Streamed keys and values in an order that is known beforehand, so that the next chunks are fetched ahead.
+
+    Args:
+        order: the chunks, in the order in which `next` returns them.
+        prefetch: chunks of keys, as of values, on the device at a time; None for the setting of their stores.
+    """
+
+    def __init__(self, order: Iterator[StoredChunk], prefetch: int | None = None) -> None:
+        keys, values = itertools.tee(order)
+        self._readers = (
+            Reader(((sequences[0], index) for index, sequences in keys), prefetch=prefetch),
+            Reader(((sequences[1], index) for index, sequences in values), prefetch=prefetch),
+        )
+
+    def __iter__(self) -> KVFeed:
+        return self
+
+    def __next__(self) -> KVPair:
+        k, v = read_next(self._readers)
+        return k, v
+
+    def __enter__(self) -> KVFeed:
+        # Fetch the first chunks at once: resident keys, which are attended to before them, hide the wait.
+        try:
+            prefetch_more(self._readers)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give up the chunk that was returned last, and all fetches under way."""
+        for reader in self._readers:
+            reader.cancel()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -29,47 +68,52 @@ class KVSegment:
     """Keys and values of tokens `start … stop - 1` of a sequence.
 
     Attributes:
-        start: place of the first token.
-        stop: place after the last.
+        start: position of the first token.
+        stop: position after the last token.
         batch: rows.
         chunks: this rank's rows of each chunk, in their own numbering from 0.
-        places: (start, stop) of each chunk's tokens in the sequence, without padding.
-        pairs: keys and values of each layer.
-        num_resident: of each layer, how many chunks from the first share one buffer on the device.
-        stores: where they rest.
-        owners: the caches that hold it.
-        passed: of each layer, how many chunks from the first were let go.
+        token_ranges: (start, stop) of each chunk's tokens in the sequence, over all ranks, without padding.
+        kv: the store of each layer.
+        num_resident: for each layer, the number of resident chunks, counted from the first.
+        stores: where the stores rest.
+        owners: the caches that hold this segment.
+        num_dropped: for each layer, the number of chunks that were dropped, counted from the first.
     """
 
     start: int
     stop: int
     batch: int
     chunks: list[Chunk]
-    places: list[Range]
-    pairs: list[KVStore]
+    token_ranges: list[Range]
+    kv: list[KVStore]
     num_resident: list[int]
     stores: Stores
     owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    passed: list[int] = field(default_factory=list)
+    num_dropped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.passed = [0] * len(self.pairs)
+        self.num_dropped = [0] * len(self.kv)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, in whichever tier."""
-        return sum(pair.nbytes for pair in self.pairs)
+        """Bytes held now, in any tier."""
+        return sum(store.nbytes for store in self.kv)
 
     @property
-    def is_frozen(self) -> bool:
-        """Whether it is one chunk, in no buffer, of exactly its tokens: that others may be joined to."""
-        whole = self.chunks[0].start, self.chunks[-1].stop
-        return len(self.chunks) == 1 and not any(self.num_resident) and whole == (0, self.stop - self.start)
+    def is_mergeable(self) -> bool:
+        """True if it is one streamed chunk of exactly its tokens, without padding."""
+        bounds = self.chunks[0].start, self.chunks[-1].stop
+        return len(self.chunks) == 1 and not any(self.num_resident) and bounds == (0, self.stop - self.start)
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if every chunk of every layer was dropped."""
+        return all(count == len(self.chunks) for count in self.num_dropped)
 
     @contextlib.contextmanager
-    def one(self, layer: int) -> Iterator[KVPair]:
-        """Keys and values of a stretch that is one chunk."""
-        readers = [sequence.read([0]) for sequence in self.pairs[layer].later]
+    def single_chunk(self, layer: int) -> Iterator[KVPair]:
+        """Fetch keys and values of a layer, for a segment that is one streamed chunk."""
+        readers = [sequence.read([0]) for sequence in self.kv[layer].sequences]
         try:
             k, v = read_next(readers)
             yield k, v
@@ -78,121 +122,127 @@ class KVSegment:
                 reader.cancel()
 
     def close(self) -> None:
-        """Hold nothing any longer: the one cache that had it has it elsewhere."""
+        """Drop everything at once, for a segment whose tokens its only cache now has in another."""
         self.owners.clear()
-        for pairs in self.pairs:
-            pairs.clear()
+        for store in self.kv:
+            store.clear()
         self.stores.close()
 
-    @property
-    def is_passed(self) -> bool:
-        """Whether no layer holds anything of it any longer."""
-        return all(count == len(self.chunks) for count in self.passed)
+    def first_chunk(self, first_key: int) -> int:
+        """Return the index of the first chunk with a key at or after a position; the number of chunks if none has."""
+        return next((i for i, (_, stop) in enumerate(self.token_ranges) if stop > first_key), len(self.chunks))
 
-    def first_met(self, first_key: int) -> int:
-        """The first chunk with a key at or behind a place."""
-        return next((i for i, (_, stop) in enumerate(self.places) if stop > first_key), len(self.places))
-
-    def later(self, layer: int, first_key: int, stop: int) -> Iterator[tuple[int, tuple[ChunkedSequence, ...]]]:
-        """Chunks that `pieces` takes from a feed, in its order, with the sequences that they are in."""
-        first = max(self.first_met(first_key), self.num_resident[layer])
+    def streamed_order(self, layer: int, first_key: int, stop: int) -> Iterator[StoredChunk]:
+        """Yield the streamed chunks that `spans` and `chunk_spans` take from a feed, in their order."""
+        first = max(self.first_chunk(first_key), self.num_resident[layer])
         for index in range(first, len(self.chunks)):
-            if self.places[index][0] < stop:
-                yield index, self.pairs[layer].later
+            if self.token_ranges[index][0] < stop:
+                yield index, self.kv[layer].sequences
 
-    def pieces(
-        self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], longest: int
-    ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Keys and values (B, K, T, D), with the place of the first.
+    def spans(self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], longest: int) -> Iterator[KVSpan]:
+        """Yield keys and values of a layer, resident ones in long spans.
 
         Args:
-            layer: whose.
-            first_key: from which place on they are wanted.
-            stop: up to which.
-            feed: gives those that are in no buffer.
-            longest: most tokens in a piece.
+            layer: the layer.
+            first_key: position of the first key that is needed.
+            stop: position after the last key that is needed.
+            feed: gives streamed chunks.
+            longest: most keys in a span.
         """
-        count, met = self.num_resident[layer], self.first_met(first_key)
-        if met < count:
-            end = min(self.places[count - 1][1], stop) - self.start
-            for first, last in spans(self.chunks[met].start, end, longest):
-                yield *self.pairs[layer].span(first, last), self.start + first
-        for index, _ in self.later(layer, first_key, stop):
-            first, last = self.places[index]
+        count, needed = self.num_resident[layer], self.first_chunk(first_key)
+        if needed < count:
+            end = min(self.token_ranges[count - 1][1], stop) - self.start
+            for first, last in spans(self.chunks[needed].start, end, longest):
+                yield KVSpan(*self.kv[layer].view(first, last), self.start + first)
+        for index, _ in self.streamed_order(layer, first_key, stop):
+            first, last = self.token_ranges[index]
             k, v = next(feed)
-            yield k[:, :, : min(last, stop) - first], v[:, :, : min(last, stop) - first], first
+            yield KVSpan(k[:, :, : min(last, stop) - first], v[:, :, : min(last, stop) - first], first)
 
-    def parts(
-        self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair]
-    ) -> Iterator[tuple[Tensor, Tensor, Range]]:
-        """The same chunk by chunk as this rank has them, with the places of each chunk's tokens on all ranks."""
-        for index in range(self.first_met(first_key), len(self.chunks)):
-            first, last = self.places[index]
+    def chunk_spans(self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair]) -> Iterator[KVSpan]:
+        """Yield this rank's part of each chunk, padding included, with the positions of the chunk's tokens."""
+        for index in range(self.first_chunk(first_key), len(self.chunks)):
+            first, last = self.token_ranges[index]
             if first < stop:
                 chunk = self.chunks[index]
                 resident = index < self.num_resident[layer]
-                k, v = self.pairs[layer].span(chunk.start, chunk.stop) if resident else next(feed)
-                yield k, v, (first, min(last, stop))
+                pair = self.kv[layer].view(chunk.start, chunk.stop) if resident else next(feed)
+                yield KVSpan(*pair, first, min(last, stop))
 
-    def gone(self, layer: int) -> int:
-        """Place up to which a layer holds nothing of it any longer; 0 where it holds all."""
-        return self.places[self.passed[layer] - 1][1] if self.passed[layer] else 0
+    def dropped_until(self, layer: int) -> int:
+        """Return the position up to which a layer's keys were dropped; 0 if none were."""
+        return self.token_ranges[self.num_dropped[layer] - 1][1] if self.num_dropped[layer] else 0
 
-    def let_go(self, layer: int, first_key: int) -> None:
-        """Hold chunks of a layer no longer that no key from a place on is in."""
-        met = self.first_met(first_key)
-        if met > max(self.passed[layer], self.num_resident[layer]):
-            self.pairs[layer].drop(range(self.passed[layer], met))
-            self.passed[layer] = met
+    def drop_before(self, layer: int, first_key: int) -> None:
+        """Drop the streamed chunks of a layer that lie before a position as a whole."""
+        needed = self.first_chunk(first_key)
+        if needed > max(self.num_dropped[layer], self.num_resident[layer]):
+            self.kv[layer].drop(range(self.num_dropped[layer], needed))
+            self.num_dropped[layer] = needed
 
 
-def stores_of(
-    tiers: Tiers, batch: int, chunks: Sequence[Chunk], widths: Sequence[Sequence[int]], passed: Sequence[int],
-    rooms: Sequence[int],
+@dataclass(frozen=True, slots=True)
+class SegmentView:
+    """A segment as one cache reads it.
+
+    Attributes:
+        segment: keys and values.
+        stop: position after the last token that belongs to the cache; it may have been cropped.
+        rows: the row of the segment that each row of the cache reads; None where they are the same.
+    """
+
+    segment: KVSegment
+    stop: int
+    rows: tuple[int, ...] | None = None
+
+
+def make_stores(
+    tiers: Tiers, batch: int, chunks: Sequence[Chunk], token_bytes: Sequence[Sequence[int]],
+    num_dropped: Sequence[int], spare_bytes: Sequence[int],
 ) -> Stores:  # fmt: skip
-    """Stores for a stretch that is there already.
+    """Place the stores of a segment whose tokens exist already.
 
     Args:
         tiers: of the model.
         batch: rows.
-        chunks: of them.
-        widths: bytes of a token's keys and values, of each layer and row.
-        passed: how many chunks from the first each layer goes without.
-        rooms: bytes of the device that they leave free: the first with which they fit.
+        chunks: of the segment.
+        token_bytes: for each layer, bytes of a token's keys and of its values, in one row.
+        num_dropped: for each layer, chunks that it goes without, counted from the first.
+        spare_bytes: device bytes to leave free, in order of preference; the first that fits is taken.
 
     Raises:
-        ValueError: they do not fit in the budgets.
+        ValueError: the segment does not fit in the budgets.
     """
     if not tiers.limited:
         return Stores(tiers)
-    transit = in_transit(tiers.prefetch)
+    transit = num_transit_buffers(tiers.prefetch)
     requests = []
-    for layer, pair in enumerate(widths):
-        counts = [0 if chunk.index < passed[layer] else len(chunk) * batch for chunk in chunks]
-        sizes = tuple(tuple(count * width for count in counts) for width in pair)
+    for layer, pair in enumerate(token_bytes):
+        counts = [0 if chunk.index < num_dropped[layer] else len(chunk) * batch for chunk in chunks]
+        sizes = tuple(tuple(count * nbytes for count in counts) for nbytes in pair)
         requests.append(StoreRequest((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, persistent=True))
-    *some, last = rooms
-    for room in some:
+    *preferred, last = spare_bytes
+    for spare in preferred:
         with contextlib.suppress(ValueError):
-            return Stores(tiers, tiers.place(requests, ADVICE, headroom=room))
+            return Stores(tiers, tiers.place(requests, ADVICE, headroom=spare))
     return Stores(tiers, tiers.place(requests, ADVICE, headroom=last))
 
 
-def reading_bytes(stretch: KVSegment, widths: Sequence[Sequence[int]]) -> int:
-    """Bytes of the device that reading a stretch takes: what is fetched, and what is met.
+def read_bytes(segment: KVSegment, token_bytes: Sequence[Sequence[int]]) -> int:
+    """Return the device bytes that reading a segment takes: chunks being fetched, and the chunk in use.
 
     Args:
-        stretch: which.
-        widths: bytes of a token's keys and values, of each layer and row.
+        segment: the segment.
+        token_bytes: for each layer, bytes of a token's keys and of its values, in one row.
     """
-    return (stretch.stores.prefetch + 1) * pair_bytes(stretch, widths)
+    return (segment.stores.prefetch + 1) * max_chunk_bytes(segment, token_bytes)
 
 
-def pair_bytes(stretch: KVSegment, widths: Sequence[Sequence[int]]) -> int:
-    """Most bytes of a chunk's keys and values in one layer."""
-    return max(map(len, stretch.chunks)) * stretch.batch * max(map(sum, widths))
+def max_chunk_bytes(segment: KVSegment, token_bytes: Sequence[Sequence[int]]) -> int:
+    """Return the most bytes of a chunk's keys and values in one layer."""
+    return max(map(len, segment.chunks)) * segment.batch * max(map(sum, token_bytes))
 
 
-def in_transit(prefetch: int) -> int:
-    """Buffers that the moves of one group of stores take: those that are fetched, and those that are sent."""
+def num_transit_buffers(prefetch: int) -> int:
+    """Return the buffers that a group of stores needs for its moves: chunks being fetched, and chunks being sent."""
     return prefetch + 1 + max(prefetch - 1, 1)

@@ -1,4 +1,4 @@
-"""Where the keys and values of a prompt will rest: decided before its first sweep, from sizes alone."""
+"""Placement of a prompt's keys and values in tiers, decided from sizes alone before the first layer runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trunkline.attention.mask import Range, RowMask
 from trunkline.engine.memory_layout import BytesPerToken, advice_on
 from trunkline.engine.setup import measure_token, probe_token
 from trunkline.engine.step import StepState
-from trunkline.kv_cache.budget import least_room, no_room_to_decode, room_to_go_on
+from trunkline.kv_cache.budget import bytes_to_continue, bytes_to_decode, no_room_message
 from trunkline.kv_cache.cache import StreamedCache
-from trunkline.kv_cache.segment import KVSegment, in_transit, reading_bytes
+from trunkline.kv_cache.segment import KVSegment, num_transit_buffers, read_bytes
 from trunkline.kv_cache.writers import SegmentWriter
 from trunkline.offload.placement import Placement, StoreRequest
 from trunkline.offload.stores import Stores
 
 
-def bytes_per_token_of(run: StepState) -> list[tuple[int, int]]:
-    """Bytes of a token's keys and values, of each layer and row; remembered with the tiers."""
+def kv_token_bytes(run: StepState) -> list[tuple[int, int]]:
+    """Return for each layer the bytes of a token's keys and of its values, in one row; cached with the tiers."""
     x_BCE = probe_token(run, differentiable=False)
     key = x_BCE.dtype, run.replay.compute_dtype(x_BCE.dtype)
     if key not in run.stores.tiers.bytes_per_token:
@@ -30,125 +30,124 @@ def bytes_per_token_of(run: StepState) -> list[tuple[int, int]]:
     return [(layer["k"], layer["v"]) for layer in widths.layers]
 
 
-def new_stretch(run: StepState, cache: StreamedCache, sights: Sequence[Sequence[RowMask]]) -> SegmentWriter:
-    """A stretch for the tokens of a run, with its stores, which become the run's.
+def new_segment(run: StepState, cache: StreamedCache, row_masks: Sequence[Sequence[RowMask]]) -> SegmentWriter:
+    """Create a segment for new tokens, and place its stores, which become the step's stores.
 
     Args:
-        run: of the new tokens.
-        cache: that they go on from.
-        sights: what tokens see, of each layer.
+        run: step of the new tokens.
+        cache: the cache that they extend.
+        row_masks: for each layer, the mask of each row, or one for all rows.
 
     Raises:
-        ValueError: it does not fit in the budgets.
+        ValueError: the segment does not fit in the budgets.
     """
-    count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(sights))
+    count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(row_masks))
     windowed = frozenset(i for i, reach in enumerate(run.attention_spans) if reach.window is not None)
-    places = _places(run, cache.length)
-    spare = cache.spare(run.batch.seq_len)
-    held = [_most_held(run, places, sights[i], spare) if i in windowed else count for i in layers]
-    limited, num_live = run.stores.tiers.limited, 0
+    ranges = _token_ranges(run, cache.length)
+    margin = cache.margin(run.batch.seq_len)
+    held = [_num_live(run, ranges, row_masks[i], margin) if i in windowed else count for i in layers]
+    limited, num_working = run.stores.tiers.limited, 0
     if limited:
-        placement = _placed(run, cache, _Asked(held, windowed))
+        placement = _place(run, cache, _Layers(held, windowed))
         run.stores = Stores(run.stores.tiers, placement)
-        num_live = run.stores.num_resident(("lk", "lv"), count) if len(windowed) < len(layers) else 0
+        num_working = run.stores.num_resident(("lk", "lv"), count) if len(windowed) < len(layers) else 0
     stores = run.stores
     resident = [0 if limited or i in windowed else count for i in layers]
-    pairs = [
+    kv = [
         KVStore(run.rows, resident[i], stores, (f"k {i}", f"v {i}"), held[i] if i in windowed else None) for i in layers
     ]
-    stretch = KVSegment(
-        cache.length, cache.length + run.batch.seq_len, batch, run.rows, places, pairs, resident, stores
-    )
-    live = partial(KVStore, run.rows, num_live, stores, ("lk", "lv")) if num_live else None
-    return SegmentWriter(stretch, windowed, spare, live, num_live)
+    stop = cache.length + run.batch.seq_len
+    segment = KVSegment(cache.length, stop, batch, run.rows, ranges, kv, resident, stores)
+    working_kv = partial(KVStore, run.rows, num_working, stores, ("lk", "lv")) if num_working else None
+    return SegmentWriter(segment, windowed, margin, working_kv, num_working)
 
 
-def _places(run: StepState, offset: int) -> list[Range]:
-    """(start, stop) of each chunk's tokens in the sequence, on whichever rank, without padding."""
+def _token_ranges(run: StepState, offset: int) -> list[Range]:
+    """Return (start, stop) of each chunk's tokens in the sequence, over all ranks, without padding."""
     size = 1 if run.ranks.kv_gather is None else run.ranks.kv_gather.size
     bounds = [(chunk.start * size, min(chunk.stop * size, run.batch.seq_len)) for chunk in run.rows]
     return [(offset + start, offset + max(start, stop)) for start, stop in bounds]
 
 
-def _most_held(run: StepState, places: list[Range], sight: Sequence[RowMask], spare: int) -> int:
-    """Chunks of a layer with a window that are held at a time, at most, with so many tokens before the window."""
-    firsts = [min(each.first_key(start) for each in sight) - spare for start, _ in places]
-    met = [next(i for i, (_, stop) in enumerate(places) if stop > max(first, places[0][0])) for first in firsts]
-    most = max(i - first + 1 for i, first in enumerate(met))
-    # Where ranks hold parts, the first that the next chunk meets are sent for before this one is done.
-    return min(most + (run.ranks.kv_gather is not None), len(places))
+def _num_live(run: StepState, ranges: list[Range], masks: Sequence[RowMask], margin: int) -> int:
+    """Return the most chunks that a layer with a window holds at a time, with a margin of tokens before the window."""
+    firsts = [min(mask.first_key(start) for mask in masks) - margin for start, _ in ranges]
+    needed = [next(i for i, (_, stop) in enumerate(ranges) if stop > max(first, ranges[0][0])) for first in firsts]
+    most = max(i - first + 1 for i, first in enumerate(needed))
+    # Where ranks gather keys, the first span of the next chunk is sent for before this chunk is done.
+    return min(most + (run.ranks.kv_gather is not None), len(ranges))
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What layers ask for: how many of their chunks are held at a time, and which have a window."""
+class _Layers:
+    """For each layer, the chunks that it holds at a time; and the layers that have a window."""
 
     held: list[int]
     windowed: frozenset[int]
 
 
-def room_after(run: StepState, cache: StreamedCache, longest: int, hidden: int) -> int:
-    """Bytes of the device that a run leaves free where it can: see `room_to_go_on`.
+def spare_after(run: StepState, cache: StreamedCache, longest: int, hidden: int) -> int:
+    """Return the device bytes to leave free for what follows the new tokens; see `bytes_to_continue`.
 
     Args:
-        run: of new tokens.
-        cache: that they go on from.
+        run: step of the new tokens.
+        cache: the cache that they extend.
         longest: tokens of the longest chunk that is read.
-        hidden: bytes of a token's hidden state, of a row.
+        hidden: bytes of a token's hidden state, in one row.
     """
     tokens = run.config.chunk_tokens(run.batch.input_ids_BS.device) // run.ranks.size
-    return room_to_go_on(cache, len(run.batch.input_ids_BS), longest, hidden, tokens)
+    return bytes_to_continue(cache, len(run.batch.input_ids_BS), longest, hidden, tokens)
 
 
 def hidden_bytes(run: StepState) -> int:
-    """Bytes of a token's hidden state, of a row."""
+    """Return the bytes of a token's hidden state, in one row."""
     return probe_token(run, differentiable=False).nbytes
 
 
-def _placed(run: StepState, cache: StreamedCache, asked: _Asked) -> Placement:
-    """A placement that leaves room for what follows, if there is one; how much becomes the cache's."""
+def _place(run: StepState, cache: StreamedCache, layers: _Layers) -> Placement:
+    """Place the stores so that the device keeps room for another prompt, or at least for decoding."""
     tiers, advice = run.stores.tiers, advice_on(run.config, run.stores.tiers, len(run.chunks[0]) * run.ranks.size)
     longest, hidden = max(map(len, run.rows)), hidden_bytes(run)
-    requests = _requests(run, cache, asked, hidden)
-    least = least_room(cache, len(run.batch.input_ids_BS), longest)
-    for room in (room_after(run, cache, longest, hidden), least):
+    requests = _requests(run, cache, layers, hidden)
+    least = bytes_to_decode(cache, len(run.batch.input_ids_BS), longest)
+    for spare in (spare_after(run, cache, longest, hidden), least):
         with contextlib.suppress(ValueError):
-            placement = tiers.place(requests, advice, headroom=room)
-            cache.room = room
+            placement = tiers.place(requests, advice, headroom=spare)
+            cache.spare_bytes = spare
             return placement
-    tiers.place(requests, advice)  # says what does not fit, if it is not the room
-    raise ValueError(no_room_to_decode(least))
+    tiers.place(requests, advice)  # raises the error that names the tier, unless only `least` is lacking
+    raise ValueError(no_room_message(least))
 
 
-def _requests(run: StepState, cache: StreamedCache, asked: _Asked, hidden: int) -> list[StoreRequest]:
-    """What the stores of a prefill ask of the tiers: buffers of the layer under way, hidden states, keys and values.
+def _requests(run: StepState, cache: StreamedCache, layers: _Layers, hidden: int) -> list[StoreRequest]:
+    """Return the store requests of a prefill: buffers of the current layer, hidden states, keys and values.
 
     Args:
-        run: of the new tokens.
-        cache: that they go on from.
-        asked: by its layers.
-        hidden: bytes of a token's hidden state, of a row.
+        run: step of the new tokens.
+        cache: the cache that they extend.
+        layers: their held chunks and windows.
+        hidden: bytes of a token's hidden state, in one row.
     """
     prefetch, batch = run.stores.prefetch, len(run.batch.input_ids_BS)
-    both = in_transit(prefetch)
-    widest = [max(widths[which] for widths in cache.widths) * batch for which in (0, 1)]
-    found = list[StoreRequest]()
-    if len(asked.windowed) < len(asked.held):
+    both = num_transit_buffers(prefetch)
+    widest = [max(widths[which] for widths in cache.token_bytes) * batch for which in (0, 1)]
+    requests = list[StoreRequest]()
+    if len(layers.windowed) < len(layers.held):
         sizes = tuple(tuple(len(chunk) * width for chunk in run.rows) for width in widest)
-        found.append(StoreRequest(("lk", "lv"), sizes, "live", 0, 0, persistent=False, resident_only=("lk", "lv")))
+        requests.append(StoreRequest(("lk", "lv"), sizes, "live", 0, 0, persistent=False, resident_only=("lk", "lv")))
     states = tuple(len(chunk) * batch * hidden for chunk in run.chunks)
-    found += [StoreRequest((f"pass {i}",), (states,), "pass", both, 0, persistent=False) for i in range(2)]
-    for layer, widths in enumerate(cache.widths):
-        counts = [len(chunk) * batch if chunk.index < asked.held[layer] else 0 for chunk in run.rows]
+    requests += [StoreRequest((f"pass {i}",), (states,), "pass", both, 0, persistent=False) for i in range(2)]
+    for layer, widths in enumerate(cache.token_bytes):
+        counts = [len(chunk) * batch if chunk.index < layers.held[layer] else 0 for chunk in run.rows]
         kv = tuple(tuple(count * width for count in counts) for width in widths)
-        found.append(StoreRequest((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, persistent=True))
-    if cache.links:  # these are read, too, whether or not any of the new are under way
-        own = max(prefetch - 1, 1) * max(map(len, run.rows)) * batch * max(map(sum, cache.widths))
-        earlier = max(reading_bytes(link.stretch, cache.widths) for link in cache.links)
+        requests.append(StoreRequest((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, persistent=True))
+    if cache.segments:  # they are read while new keys and values move, too
+        own = max(prefetch - 1, 1) * max(map(len, run.rows)) * batch * max(map(sum, cache.token_bytes))
+        earlier = max(read_bytes(view.segment, cache.token_bytes) for view in cache.segments)
         sizes = ((earlier + own,),)
-        found.append(
+        requests.append(
             StoreRequest(
                 ("earlier",), sizes, "kv", 1, 0, persistent=False, allow_resident=False, resident_only=("earlier",)
             )
         )
-    return found
+    return requests

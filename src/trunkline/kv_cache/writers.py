@@ -1,217 +1,207 @@
-"""Where keys and values of new tokens go: a stretch that is being written, or a cache's open end."""
+"""Writers of new keys and values: `SegmentWriter` for prompts, `DecodeBuffer` for decoded tokens.
+
+Both have the methods that a forward over a cache calls: `append`, `streamed_order`, `spans` and `drop_before`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
+from trunkline.attention.kv_spans import KVSpan
 from trunkline.attention.kv_store import KVPair, KVStore
-from trunkline.attention.mask import Range
 from trunkline.chunking import Chunk, spans
-from trunkline.kv_cache.cached_attention import Later
-from trunkline.kv_cache.segment import KVSegment
+from trunkline.kv_cache.segment import KVSegment, StoredChunk
 from trunkline.offload.stores import Stores
 
 
 class SegmentWriter:
-    """Writes a stretch, chunk by chunk; see `trunkline.kv_cache.cached_attention.KVWriter`.
+    """Writer of a new segment, chunk by chunk.
 
     Args:
-        stretch: that is written.
-        windowed: layers whose tokens see so many keys at most that earlier ones are let go.
-        spare: tokens before these that stay all the same.
-        live: makes the buffers in which the layer under way has its first keys and values on the device where the
-            stretch has them elsewhere; None where it has them there.
-        num_live: chunks that these have room for.
+        segment: the segment.
+        windowed: layers with a sliding window, which drop earlier keys.
+        margin: tokens before the window that stay all the same.
+        working_kv: makes the buffers that hold the first keys and values of the current layer on the device, where the
+            segment has them in other tiers; None where the segment has them on the device.
+        num_working: chunks that these buffers have room for.
     """
 
     def __init__(
         self,
-        stretch: KVSegment,
+        segment: KVSegment,
         windowed: frozenset[int],
-        spare: int,
-        live: Callable[[], KVStore] | None = None,
-        num_live: int = 0,
+        margin: int,
+        working_kv: Callable[[], KVStore] | None = None,
+        num_working: int = 0,
     ) -> None:
-        self.stretch = stretch
-        self._windowed, self._spare = windowed, spare
-        self._live = live
-        self._num_live = num_live
+        self.segment = segment
+        self._windowed, self._margin = windowed, margin
+        self._working_kv = working_kv
+        self._num_working = num_working
         self._buffers: KVStore | None = None
 
-    def put(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
-        """See `KVWriter.put`."""
+    def append(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
+        """Store keys and values (B, K, C, D) of a chunk."""
         if chunk.index == 0:
             self.end_layer()
-        if len(self.stretch.chunks) == 1:  # kept as it is: it must not hold the queries that were projected with it
+        if len(self.segment.chunks) == 1:  # kept without a copy: a view would hold the queries projected with it
             k, v = (x if x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in pair)
             pair = k, v
-        self.stretch.pairs[layer].put(chunk, pair)
-        if self.stretch.num_resident[layer] <= chunk.index < self._count(layer):
-            assert self._live is not None
-            self._buffers = self._live() if chunk.index == 0 else self._buffers
+        self.segment.kv[layer].put(chunk, pair)
+        if self.segment.num_resident[layer] <= chunk.index < self._num_buffered(layer):
+            assert self._working_kv is not None
+            self._buffers = self._working_kv() if chunk.index == 0 else self._buffers
             assert self._buffers is not None
             self._buffers.put(chunk, pair)
 
-    def later(self, layer: int, first_key: int, chunk: Chunk) -> Iterator[Later]:
-        """See `KVWriter.later`."""
-        count = self._count(layer)
-        later = self.stretch.later(layer, first_key, self.stretch.places[chunk.index][0])
-        return ((index, sequences) for index, sequences in later if index >= count)
+    def streamed_order(self, layer: int, first_key: int, chunk: Chunk) -> Iterator[StoredChunk]:
+        """Yield the chunks before `chunk` that `spans` and `chunk_spans` take from a feed, in their order."""
+        count = self._num_buffered(layer)
+        stored = self.segment.streamed_order(layer, first_key, self.segment.token_ranges[chunk.index][0])
+        return ((index, sequences) for index, sequences in stored if index >= count)
 
-    def pieces(
-        self,
-        layer: int,
-        first_key: int,
-        chunk: Chunk,
-        pair: KVPair,
-        feed: Iterator[KVPair],
-        longest: int,
-        *,
-        joined: bool,
-    ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """See `KVWriter.pieces`."""
-        stretch, count = self.stretch, min(self._count(layer), chunk.index)
-        met = stretch.first_met(first_key)
-        if met < count:
-            for first, last in spans(stretch.chunks[met].start, stretch.chunks[count - 1].stop, longest):
-                yield *self._held(layer).span(first, last), stretch.start + first
-        for index, _ in self.later(layer, first_key, chunk):
-            yield *next(feed), stretch.places[index][0]
-        yield *pair, stretch.places[chunk.index][0]
+    def spans(
+        self, layer: int, first_key: int, chunk: Chunk, pair: KVPair, feed: Iterator[KVPair], longest: int, *,
+        bottom_right: bool,
+    ) -> Iterator[KVSpan]:  # fmt: skip
+        """Yield the new keys and values up to a chunk's own.
 
-    def parts(
-        self, layer: int, first_key: int, chunk: Chunk, feed: Iterator[KVPair]
-    ) -> Iterator[tuple[Tensor, Tensor, Range]]:
-        """See `KVWriter.parts`."""
-        stretch, count = self.stretch, min(self._count(layer), chunk.index)
-        for each in stretch.chunks[stretch.first_met(first_key) : chunk.index]:
-            k, v = self._held(layer).span(each.start, each.stop) if each.index < count else next(feed)
-            yield k, v, stretch.places[each.index]
+        Args:
+            layer: the layer.
+            first_key: position of the first key that is needed.
+            chunk: the chunk.
+            pair: its own keys and values.
+            feed: gives streamed chunks.
+            longest: most keys in a span.
+            bottom_right: the chunk's own keys may be in one span with keys before them.
+        """
+        segment, count = self.segment, min(self._num_buffered(layer), chunk.index)
+        needed = segment.first_chunk(first_key)
+        if needed < count:
+            for first, last in spans(segment.chunks[needed].start, segment.chunks[count - 1].stop, longest):
+                yield KVSpan(*self._resident_kv(layer).view(first, last), segment.start + first)
+        for index, _ in self.streamed_order(layer, first_key, chunk):
+            yield KVSpan(*next(feed), segment.token_ranges[index][0])
+        yield KVSpan(*pair, segment.token_ranges[chunk.index][0])
 
-    def let_go(self, layer: int, first_key: int) -> None:
-        """See `KVWriter.let_go`."""
+    def chunk_spans(self, layer: int, first_key: int, chunk: Chunk, feed: Iterator[KVPair]) -> Iterator[KVSpan]:
+        """Yield this rank's part of each chunk before `chunk`; see `KVSegment.chunk_spans`."""
+        segment, count = self.segment, min(self._num_buffered(layer), chunk.index)
+        for earlier in segment.chunks[segment.first_chunk(first_key) : chunk.index]:
+            buffered = earlier.index < count
+            pair = self._resident_kv(layer).view(earlier.start, earlier.stop) if buffered else next(feed)
+            yield KVSpan(*pair, *segment.token_ranges[earlier.index])
+
+    def drop_before(self, layer: int, first_key: int) -> None:
+        """Drop keys and values that lie before the margin of a window that begins at `first_key`."""
         if layer in self._windowed:
-            self.stretch.let_go(layer, first_key - self._spare)
+            self.segment.drop_before(layer, first_key - self._margin)
 
-    def _count(self, layer: int) -> int:
-        """Chunks of a layer that are in buffers while it is under way."""
-        return max(self.stretch.num_resident[layer], 0 if layer in self._windowed else self._num_live)
+    def _num_buffered(self, layer: int) -> int:
+        """Return how many chunks of a layer are in buffers while it is the current layer."""
+        return max(self.segment.num_resident[layer], 0 if layer in self._windowed else self._num_working)
 
-    def _held(self, layer: int) -> KVStore:
-        return self.stretch.pairs[layer] if self._buffers is None else self._buffers
+    def _resident_kv(self, layer: int) -> KVStore:
+        return self.segment.kv[layer] if self._buffers is None else self._buffers
 
     def end_layer(self) -> None:
-        """The layer under way has had all chunks."""
+        """Drop the buffers of the current layer, once it has had all chunks."""
         if self._buffers is not None:
             self._buffers.clear()
             self._buffers = None
 
 
 class DecodeBuffer:
-    """The last tokens of a cache, in buffers on the device that take new ones in place.
+    """The last tokens of a cache, in device buffers that new tokens are written into.
 
     Args:
-        start: place of the first token.
+        start: position of the first token.
         batch: rows.
         num_layers: decoder layers.
         capacity: tokens that the buffers have room for.
-        stores: that count the buffers.
+        stores: count the buffers.
     """
 
     def __init__(self, start: int, batch: int, num_layers: int, capacity: int, stores: Stores) -> None:
         self.start, self.batch, self.capacity = start, batch, capacity
-        self.filled = self.times_frozen = 0
+        self.num_tokens = self.num_flushes = 0
         self._num_layers = num_layers
         self._stores = stores
         self._buffers: list[KVPair | None] = [None] * num_layers
-        self._coming = 0  # tokens of the forward under way
+        self._num_new = 0  # tokens of the forward under way: they count once all layers have appended them
 
     @property
     def stop(self) -> int:
-        """Place after the last token."""
-        return self.start + self.filled
+        """Position after the last token."""
+        return self.start + self.num_tokens
 
     @property
-    def room(self) -> int:
-        """Tokens that it can still take."""
-        return self.capacity - self.filled
+    def num_free(self) -> int:
+        """Tokens that still fit."""
+        return self.capacity - self.num_tokens
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(x.nbytes for pair in self._buffers if pair is not None for x in pair)
 
-    def put(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
-        """See `KVWriter.put`."""
-        self._coming = len(chunk)
+    def append(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
+        """Write keys and values (B, K, C, D) of new tokens behind the last token."""
+        self._num_new = len(chunk)
         buffers = self._buffers[layer]
         if buffers is None:
-            with torch.inference_mode(False):  # it is written to later on, whatever the mode then
+            with torch.inference_mode(False):  # later forwards write to it, in any mode
                 k, v = (x.new_empty(*x.shape[:2], self.capacity, x.shape[3]) for x in pair)
             self._stores.acquire("device", k.nbytes + v.nbytes, "open")
             buffers = self._buffers[layer] = k, v
         for buffer, x in zip(buffers, pair, strict=True):
-            buffer[:, :, self.filled : self.filled + len(chunk)] = x
+            buffer[:, :, self.num_tokens : self.num_tokens + len(chunk)] = x
 
-    def grown(self) -> None:
-        """All layers have put the tokens of a forward."""
-        self.filled += self._coming
-        self._coming = 0
+    def commit(self) -> None:
+        """Count the new tokens, which all layers have appended."""
+        self.num_tokens += self._num_new
+        self._num_new = 0
 
-    def later(self, layer: int, first_key: int, chunk: Chunk) -> Iterator[Later]:
-        """See `KVWriter.later`."""
+    def streamed_order(self, layer: int, first_key: int, chunk: Chunk) -> Iterator[StoredChunk]:
+        """Yield nothing: all keys are in the buffers."""
         return iter(())
 
-    def pieces(
-        self,
-        layer: int,
-        first_key: int,
-        chunk: Chunk,
-        pair: KVPair,
-        feed: Iterator[KVPair],
-        longest: int,
-        *,
-        joined: bool,
-    ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """See `KVWriter.pieces`."""
-        if joined:
-            yield *self.span(layer, self.filled + len(chunk)), self.start
+    def spans(
+        self, layer: int, first_key: int, chunk: Chunk, pair: KVPair, feed: Iterator[KVPair], longest: int, *,
+        bottom_right: bool,
+    ) -> Iterator[KVSpan]:  # fmt: skip
+        """Yield all keys and values up to the new tokens'; see `SegmentWriter.spans`."""
+        if bottom_right:
+            yield KVSpan(*self.view(layer, self.num_tokens + len(chunk)), self.start)
             return
-        if self.filled:
-            yield *self.span(layer, self.filled), self.start
-        yield *pair, self.stop
+        if self.num_tokens:
+            yield KVSpan(*self.view(layer, self.num_tokens), self.start)
+        yield KVSpan(*pair, self.stop)
 
-    def parts(
-        self, layer: int, first_key: int, chunk: Chunk, feed: Iterator[KVPair]
-    ) -> Iterator[tuple[Tensor, Tensor, Range]]:
-        """See `KVWriter.parts`: whoever has an open end has all of it."""
-        raise AssertionError("an open end is never in parts")
+    def drop_before(self, layer: int, first_key: int) -> None:
+        """Do nothing: the buffers stay whole."""
 
-    def let_go(self, layer: int, first_key: int) -> None:
-        """See `KVWriter.let_go`: nothing of the buffers."""
-
-    def span(self, layer: int, stop: int) -> KVPair:
-        """Keys and values (B, K, stop, D) of a layer."""
+    def view(self, layer: int, stop: int) -> KVPair:
+        """Return views of the first `stop` keys and values of a layer, (B, K, stop, D)."""
         buffers = self._buffers[layer]
         assert buffers is not None
         return buffers[0][:, :, :stop], buffers[1][:, :, :stop]
 
-    def emptied(self, start: int) -> None:
-        """It begins anew, elsewhere."""
-        self.start, self.filled = start, 0
+    def reset(self, start: int) -> None:
+        """Empty the buffers; the next token is at position `start`."""
+        self.start, self.num_tokens = start, 0
 
-    def shortened(self, stop: int) -> None:
-        """Tokens from a place on count no longer."""
+    def crop(self, stop: int) -> None:
+        """Forget the tokens from position `stop` on."""
         self.start = min(self.start, stop)
-        self.filled = min(self.filled, stop - self.start)
+        self.num_tokens = min(self.num_tokens, stop - self.start)
 
-    def rearranged(self, rows: list[int], stores: Stores) -> DecodeBuffer:
-        """A copy whose rows are these."""
+    def select_rows(self, rows: list[int], stores: Stores) -> DecodeBuffer:
+        """Return a copy with these rows of the batch, counted by `stores`."""
         new = DecodeBuffer(self.start, len(rows), self._num_layers, self.capacity, stores)
-        new.filled = self.filled
+        new.num_tokens = self.num_tokens
         for layer, pair in enumerate(self._buffers):
             if pair is not None:
                 with torch.inference_mode(False):
@@ -221,6 +211,6 @@ class DecodeBuffer:
         return new
 
     def close(self) -> None:
-        """Let go of the buffers, and of the room that they had."""
+        """Drop the buffers."""
         self._stores.close()
         self._buffers = [None] * self._num_layers

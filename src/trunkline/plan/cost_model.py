@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from trunkline.attention.meta_kernel import Attended
+from trunkline.attention.meta_kernel import KernelCall
 from trunkline.plan.hardware import Hardware
 
 Kind = Literal["free", "matmul", "fill", "copy", "pointwise", "transcendental", "reduction", "rows"]
@@ -94,7 +94,7 @@ class CostModel:
         rate = self._hardware.memory_rate("copy" if kind == "rows" or kind == "fill" else kind, nbytes)
         return OperatorCost(max(self._hardware.kernel_seconds, nbytes / rate))
 
-    def attention_cost(self, call: Attended) -> OperatorCost:
+    def attention_cost(self, call: KernelCall) -> OperatorCost:
         """Of a call of an attention kernel.
 
         Forward 2·D FLOPs a pair for scores and 2·Dv for outputs; backward twice that, beside the scores that a flash
@@ -110,7 +110,7 @@ class CostModel:
         )
         return OperatorCost(max(self._hardware.kernel_seconds, done / rate), flops)
 
-    def _by_products(self, call: Attended) -> float:
+    def _by_products(self, call: KernelCall) -> float:
         """Seconds of attention by plain matrix products, all of the rectangle computed, scores in fp32."""
         heads, hardware = call.batch * call.heads, self._hardware
         products = 2 if call.direction == "forward" else 5

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.cuda import Event, Stream
 
-from trunkline.attention.kernels import Kernel
+from trunkline.attention.kernel_base import Kernel
 from trunkline.offload.storage import ScratchFile, StorageBlock
 
 _LEAST_SECONDS = 0.06  # of a figure's repetitions together

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trunkline.attention.meta_kernel import Attended, watcher
+from trunkline.attention.meta_kernel import KernelCall, watcher
 from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.plan.cost_model import CostModel
 from trunkline.plan.device_memory import DeviceMemory
@@ -69,7 +69,7 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         self._clock.issue()
 
-    def _attended(self, call: Attended) -> None:
+    def _attended(self, call: KernelCall) -> None:
         if self._costs is not None:
             self._issue()
             cost = self._costs.attention_cost(call)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from trunkline.attention.meta_kernel import Attended
+from trunkline.attention.meta_kernel import KernelCall
 from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.cost_model import CostModel
@@ -109,7 +109,7 @@ def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Har
     dtype = shape.dtype
     if hardware.device_type == "cpu" and not hardware.has_attention(dtype):
         dtype = torch.float32  # half dtypes are computed in it where the processor lacks instructions for them
-    call = Attended(
+    call = KernelCall(
         direction, "flash", dtype, 1, shape.heads, shape.kv_heads, tokens, tokens, shape.head_dim, shape.head_dim, False
     )
     return CostModel(hardware).attention_cost(call).seconds

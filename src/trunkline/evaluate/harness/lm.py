@@ -27,7 +27,7 @@ from trunkline.evaluate.harness.scoring import Score, score
 from trunkline.evaluate.harness.text import Pair, Texts
 from trunkline.evaluate.harness.writing import Asked, Until, asked, cut
 from trunkline.generation.loading import load_model
-from trunkline.generation.prefixes import LEAST_SHARED, Prefixes
+from trunkline.generation.prefixes import MIN_SHARED, Prefixes
 
 
 @register_model("trunkline")
@@ -220,7 +220,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             if len(ids) > 1:
                 long[ids[:-1].tobytes()].append(at)
         groups = list(long.values())
-        least = LEAST_SHARED if self._share else max(map(len, contexts), default=0) + 1
+        least = MIN_SHARED if self._share else max(map(len, contexts), default=0) + 1
         for at, cache in Prefixes([contexts[group[0]][:-1] for group in groups]).read(self.model, least):
             yield from ((member, cache) for member in groups[at])
 

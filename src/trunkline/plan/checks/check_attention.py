@@ -7,7 +7,8 @@ import warnings
 
 import torch
 
-from trunkline.attention import flash, kernels
+from trunkline.attention import kernels
+from trunkline.attention.kernel_base import Kernel
 from trunkline.plan.checks import Finding
 
 HEAD_DIMS = (64, 128, 256)
@@ -28,7 +29,7 @@ def check_attention(short: str, device: torch.device) -> Finding:
         device: on which.
     """
     name, dtype = f"attention {short}", DTYPES[short]
-    implementation = flash.best_implementation(device) or flash.active_implementation()
+    implementation = kernels.best_implementation(device) or kernels.active_implementation()
     dims_by_line: dict[str, list[int]] = {}
     chosen: set[str] = set()
     widened = False
@@ -37,7 +38,7 @@ def check_attention(short: str, device: torch.device) -> Finding:
             warnings.simplefilter("ignore")  # of slow kernels: this finding says it
             kernel = kernels.resolve(device, dtype, head_dim, head_dim)
         computes = kernel.compute_dtype(dtype)
-        with flash.activated(flash.best_implementation(device)):
+        with kernels.activated(kernels.best_implementation(device)):
             error = kernel_error(kernel, device, computes, head_dim)
         if not error <= _ROUNDINGS * rounding(computes):  # also where it is nan
             fix = "Use another kernel (attn_kernel='math' is slow and right), and another version of PyTorch."
@@ -64,7 +65,7 @@ def rounding(dtype: torch.dtype) -> float:
     return _COARSE if coarse else torch.finfo(dtype).eps
 
 
-def kernel_error(kernel: kernels.Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+def kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
     """Return the error of a kernel's causal output against plain softmax attention in fp64, relative to the values."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(3, 1, 2, _TOKENS, head_dim, generator=generator, dtype=torch.float64).to(dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from trunkline.attention import flash
+from trunkline.attention import kernels
 
 
 class Handle:
@@ -21,10 +21,10 @@ def fake() -> Iterator[str]:
 
 def test_an_implementation_is_active_for_the_duration_only(fake: str) -> None:
     assert attention.current_flash_attention_impl() is None
-    with flash.activated(fake):
+    with kernels.activated(fake):
         assert attention.current_flash_attention_impl() == "FAKE"
     assert attention.current_flash_attention_impl() is None
-    with pytest.raises(KeyError), flash.activated(fake):
+    with pytest.raises(KeyError), kernels.activated(fake):
         raise KeyError
     assert attention.current_flash_attention_impl() is None
 
@@ -34,17 +34,17 @@ def test_hopper_gets_flash_attention_3(
     major: int, installed: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    monkeypatch.setattr(flash, "_installed", lambda package: installed and package == "flash_attn_interface")
-    assert flash.best_implementation(torch.device("cuda")) == expected
+    monkeypatch.setattr(kernels, "_is_installed", lambda package: installed and package == "flash_attn_interface")
+    assert kernels.best_implementation(torch.device("cuda")) == expected
 
 
 def test_what_the_user_has_activated_stays(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_installed", lambda package: True)
+    monkeypatch.setattr(kernels, "_is_installed", lambda package: True)
     attention.activate_flash_attention_impl(fake)
-    assert flash.best_implementation(torch.device("cuda")) is None
+    assert kernels.best_implementation(torch.device("cuda")) is None
 
 
 def test_nothing_to_activate_on_a_cpu() -> None:
-    assert flash.best_implementation(torch.device("cpu")) is None
-    assert not flash._installed("no_such_package.at_all")
+    assert kernels.best_implementation(torch.device("cpu")) is None
+    assert not kernels._is_installed("no_such_package.at_all")
