@@ -24,6 +24,7 @@ from trunkline.offload.stores import Stores, Tiers
 ADVICE = FitHints(less="a shorter input or a smaller batch")
 
 StoredChunk = tuple[int, tuple[ChunkedSequence, ...]]  # index of a streamed chunk; its sequences of keys and of values
+Buffered = tuple[KVStore, int]  # a store, and the number of chunks, counted from the first, in its buffers
 
 
 class KVFeed:
@@ -132,42 +133,57 @@ class KVSegment:
         """Return the index of the first chunk with a key at or after a position; the number of chunks if none has."""
         return next((i for i, (_, stop) in enumerate(self.token_ranges) if stop > first_key), len(self.chunks))
 
-    def streamed_order(self, layer: int, first_key: int, stop: int) -> Iterator[StoredChunk]:
-        """Yield the streamed chunks that `spans` and `chunk_spans` take from a feed, in their order."""
-        first = max(self.first_chunk(first_key), self.num_resident[layer])
-        for index in range(first, len(self.chunks)):
+    def streamed_order(
+        self, layer: int, first_key: int, stop: int, buffered: Buffered | None = None
+    ) -> Iterator[StoredChunk]:
+        """Yield the chunks that `spans` and `chunk_spans` take from a feed, in their order."""
+        _, count = buffered or self._resident(layer)
+        for index in range(max(self.first_chunk(first_key), count), len(self.chunks)):
             if self.token_ranges[index][0] < stop:
                 yield index, self.kv[layer].sequences
 
-    def spans(self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], longest: int) -> Iterator[KVSpan]:
-        """Yield keys and values of a layer, resident ones in long spans.
+    def spans(
+        self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], longest: int,
+        buffered: Buffered | None = None,
+    ) -> Iterator[KVSpan]:  # fmt: skip
+        """Yield keys and values of a layer, those in buffers in long spans.
 
         Args:
             layer: the layer.
             first_key: position of the first key that is needed.
             stop: position after the last key that is needed.
-            feed: gives streamed chunks.
+            feed: gives the chunks of `streamed_order`.
             longest: most keys in a span.
+            buffered: a store, and the number of chunks that are in its buffers; None for the layer's resident chunks.
         """
-        count, needed = self.num_resident[layer], self.first_chunk(first_key)
+        store, count = buffered or self._resident(layer)
+        needed = self.first_chunk(first_key)
         if needed < count:
             end = min(self.token_ranges[count - 1][1], stop) - self.start
             for first, last in spans(self.chunks[needed].start, end, longest):
-                yield KVSpan(*self.kv[layer].view(first, last), self.start + first)
-        for index, _ in self.streamed_order(layer, first_key, stop):
+                yield KVSpan(*store.view(first, last), self.start + first)
+        for index, _ in self.streamed_order(layer, first_key, stop, buffered):
             first, last = self.token_ranges[index]
             k, v = next(feed)
             yield KVSpan(k[:, :, : min(last, stop) - first], v[:, :, : min(last, stop) - first], first)
 
-    def chunk_spans(self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair]) -> Iterator[KVSpan]:
-        """Yield this rank's part of each chunk, padding included, with the positions of the chunk's tokens."""
+    def chunk_spans(
+        self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], buffered: Buffered | None = None
+    ) -> Iterator[KVSpan]:
+        """Yield this rank's part of each chunk, padding included, with the positions of the chunk's tokens.
+
+        Arguments are those of `spans`.
+        """
+        store, count = buffered or self._resident(layer)
         for index in range(self.first_chunk(first_key), len(self.chunks)):
             first, last = self.token_ranges[index]
             if first < stop:
                 chunk = self.chunks[index]
-                resident = index < self.num_resident[layer]
-                pair = self.kv[layer].view(chunk.start, chunk.stop) if resident else next(feed)
+                pair = store.view(chunk.start, chunk.stop) if index < count else next(feed)
                 yield KVSpan(*pair, first, min(last, stop))
+
+    def _resident(self, layer: int) -> Buffered:
+        return self.kv[layer], self.num_resident[layer]
 
     def dropped_until(self, layer: int) -> int:
         """Return the position up to which a layer's keys were dropped; 0 if none were."""

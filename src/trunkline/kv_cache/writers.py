@@ -11,8 +11,8 @@ import torch
 
 from trunkline.attention.kv_spans import KVSpan
 from trunkline.attention.kv_store import KVPair, KVStore
-from trunkline.chunking import Chunk, spans
-from trunkline.kv_cache.segment import KVSegment, StoredChunk
+from trunkline.chunking import Chunk
+from trunkline.kv_cache.segment import Buffered, KVSegment, StoredChunk
 from trunkline.offload.stores import Stores
 
 
@@ -58,9 +58,8 @@ class SegmentWriter:
 
     def streamed_order(self, layer: int, first_key: int, chunk: Chunk) -> Iterator[StoredChunk]:
         """Yield the chunks before `chunk` that `spans` and `chunk_spans` take from a feed, in their order."""
-        count = self._num_buffered(layer)
-        stored = self.segment.streamed_order(layer, first_key, self.segment.token_ranges[chunk.index][0])
-        return ((index, sequences) for index, sequences in stored if index >= count)
+        stop = self.segment.token_ranges[chunk.index][0]
+        return self.segment.streamed_order(layer, first_key, stop, self._buffered(layer, chunk))
 
     def spans(
         self, layer: int, first_key: int, chunk: Chunk, pair: KVPair, feed: Iterator[KVPair], longest: int, *,
@@ -77,22 +76,14 @@ class SegmentWriter:
             longest: most keys in a span.
             bottom_right: the chunk's own keys may be in one span with keys before them.
         """
-        segment, count = self.segment, min(self._num_buffered(layer), chunk.index)
-        needed = segment.first_chunk(first_key)
-        if needed < count:
-            for first, last in spans(segment.chunks[needed].start, segment.chunks[count - 1].stop, longest):
-                yield KVSpan(*self._resident_kv(layer).view(first, last), segment.start + first)
-        for index, _ in self.streamed_order(layer, first_key, chunk):
-            yield KVSpan(*next(feed), segment.token_ranges[index][0])
-        yield KVSpan(*pair, segment.token_ranges[chunk.index][0])
+        start = self.segment.token_ranges[chunk.index][0]
+        yield from self.segment.spans(layer, first_key, start, feed, longest, self._buffered(layer, chunk))
+        yield KVSpan(*pair, start)
 
     def chunk_spans(self, layer: int, first_key: int, chunk: Chunk, feed: Iterator[KVPair]) -> Iterator[KVSpan]:
         """Yield this rank's part of each chunk before `chunk`; see `KVSegment.chunk_spans`."""
-        segment, count = self.segment, min(self._num_buffered(layer), chunk.index)
-        for earlier in segment.chunks[segment.first_chunk(first_key) : chunk.index]:
-            buffered = earlier.index < count
-            pair = self._resident_kv(layer).view(earlier.start, earlier.stop) if buffered else next(feed)
-            yield KVSpan(*pair, *segment.token_ranges[earlier.index])
+        start = self.segment.token_ranges[chunk.index][0]
+        return self.segment.chunk_spans(layer, first_key, start, feed, self._buffered(layer, chunk))
 
     def drop_before(self, layer: int, first_key: int) -> None:
         """Drop keys and values that lie before the margin of a window that begins at `first_key`."""
@@ -103,8 +94,10 @@ class SegmentWriter:
         """Return how many chunks of a layer are in buffers while it is the current layer."""
         return max(self.segment.num_resident[layer], 0 if layer in self._windowed else self._num_working)
 
-    def _resident_kv(self, layer: int) -> KVStore:
-        return self.segment.kv[layer] if self._buffers is None else self._buffers
+    def _buffered(self, layer: int, chunk: Chunk) -> Buffered:
+        """Return the buffers of the current layer, and the number of chunks before `chunk` that are in them."""
+        store = self.segment.kv[layer] if self._buffers is None else self._buffers
+        return store, min(self._num_buffered(layer), chunk.index)
 
     def end_layer(self) -> None:
         """Drop the buffers of the current layer, once it has had all chunks."""
