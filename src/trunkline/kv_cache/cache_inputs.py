@@ -163,11 +163,11 @@ def _continued(
     rows, count = ids_BS.shape
     cached = cache.documents
     repeats = max(rows // cache.batch_size, 1)
-    each = tuple(
+    row_starts = tuple(
         starts for starts in (cached * cache.batch_size if len(cached) == 1 else cached) for _ in range(repeats)
     )
     if padding is not None and any(
-        pad and (len(starts) < 2 or starts[1] != pad) for pad, starts in zip(padding, each, strict=False)
+        pad and (len(starts) < 2 or starts[1] != pad) for pad, starts in zip(padding, row_starts, strict=False)
     ):
         raise ValueError(
             "attention_mask has other padding than the rows that the cache was made of: pass the mask of all tokens so "
@@ -182,7 +182,7 @@ def _continued(
     following = following.repeat_interleave(repeats, 0) if len(following) > 1 else following
     positions = given.get("position_ids")
     if positions is None:
-        return cached if len(cached) == 1 else each, following + torch.arange(count, device=ids_BS.device)
+        return cached if len(cached) == 1 else row_starts, following + torch.arange(count, device=ids_BS.device)
     new = documents.read({"position_ids": positions}, ids_BS, None)
     assert new.position_ids is not None
     continues = (new.position_ids[:, :1] == following).expand(rows, 1).flatten().tolist()
@@ -195,6 +195,6 @@ def _continued(
     new_starts = new.starts * rows if len(new.starts) == 1 else new.starts
     of_all = tuple(
         (*starts, *(cache.length + at for at in own[1 if same else 0 :]))
-        for starts, own, same in zip(each, new_starts, continues, strict=True)
+        for starts, own, same in zip(row_starts, new_starts, continues, strict=True)
     )
     return (of_all[:1] if len(set(of_all)) == 1 else of_all), new.position_ids
