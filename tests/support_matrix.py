@@ -203,36 +203,36 @@ REFUSALS = [
 
 _INTRODUCTION = """# Models
 
-This page is written by `python tests/support_matrix.py` from the table that the tests run: there is no row that is
-not tested. Other models are streamed too: `stream` asks the model itself, compares it with itself on a few tokens, and
-refuses by name what it cannot do exactly.
+`python tests/support_matrix.py` writes this page from the table that the tests run: every row is tested. Other
+models are streamed, too: `stream` runs each layer on a few tokens, in one piece and in chunks, and compares. A
+model that cannot be streamed exactly is refused by name.
 
 ## Streamed
 
-Tiny random models of each family: loss and every gradient equal to plain transformers, in two chunk sizes, with and
-without kept attention; and packed documents equal to each document alone. In fp64 the loss is within 1e-12 and
-gradients are within 1e-8 (1e-6 where transformers computes a norm in fp32 in any case); in fp32 both within 1e-5, where
-transformers has its eager attention alone or a router in fp32. Models with experts also in every implementation of
-experts: `eager`, `batched_mm`, `grouped_mm`.
+The tests build a tiny random model of each family. Its loss and every gradient equal those of plain
+transformers, in two chunk sizes, with and without kept attention, and packed documents equal each document
+alone. In fp64 the loss agrees to 1e-12 and gradients to 1e-8 (1e-6 where transformers computes a norm in fp32
+in any case). Families for which transformers has only eager attention, or a router in fp32, are compared in
+fp32, to 1e-5. Models with experts are also tested with each implementation of experts: `eager`, `batched_mm`,
+`grouped_mm`. ## Refused
 """
 _REFUSED = """
-## Refused
 
-By `stream`, with the reason in the error, or by the first forward where it depends on that (dropout, kernels).
+`stream` refuses these models and gives the reason; where it depends on the forward (dropout, kernels), the
+first forward does. Refused for every model: attention dropout in training, the auxiliary loss of experts
+(`output_router_logits`), rotary frequencies that depend on the length of the input (`dynamic`, `longrope`)
+beyond the original length, masks that are neither causal, nor a sliding window, nor attention chunks, left
+padding and masks with holes in training, prompt tuning and other adapters that do not call the model's forward.
 """
 _ALSO = """
-Also refused, whatever the model: attention dropout in training, the auxiliary loss of experts (`output_router_logits`),
-rotary frequencies that depend on the length of the input (`dynamic`, `longrope`) beyond the original length, masks that
-are neither causal, nor a sliding window, nor attention chunks, left padding and masks with holes, caches, prompt tuning
-and other adapters that go around the model's forward.
 """
 
 
 def page() -> str:
-    """The text of docs/support.md."""
+    """Return the text of docs/support.md."""
     lines = [
         _INTRODUCTION,
-        "| Family | Class | What it has besides | Compared in |",
+        "| Family | Class | Special features | Compared in |",
         "| --- | --- | --- | --- |",
     ]
     for row in ROWS:
