@@ -273,8 +273,8 @@ def _run(found: Estimate, cluster: Cluster, **own: Any) -> Run:
     device, host = (sum(found.memory[tier].values()) for tier in ("device", "host"))
     memory: dict[str, Any] = {
         "device": device,
-        "room": cluster.usable_device_bytes,
-        "host": host * cluster.devices_per_node_used,
+        "room": cluster.usable_bytes["device"],
+        "host": host * cluster.devices_per_node,
     }
     step = found.step
     if step is None:

@@ -67,8 +67,8 @@ def few_devices(_: Path) -> Answer:
          "values are gathered."],
         [f"Derived, not rehearsed (the engine always replays): without checkpointing a layer keeps about 34 bytes for "
          f"each token and hidden unit, {stored / GIB:,.0f} GiB in all, and whole logits in bf16 and float32 with "
-         f"their gradient {logits / GIB:,.0f} GiB: {(stored + logits) / machine_of(_A100, 1).usable_device_bytes:,.1f} "
-         "devices' memory."], figures,
+         f"their gradient {logits / GIB:,.0f} GiB: "
+         f"{(stored + logits) / machine_of(_A100, 1).usable_bytes['device']:,.1f} devices' memory."], figures,
     )  # fmt: skip
 
 

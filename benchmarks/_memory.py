@@ -27,8 +27,8 @@ def measure(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, An
     """Extra peak memory of a step of `variant`.
 
     Returns:
-        `extra_peak`, and for Trunkline `stores_at_peak` and `beyond_stores` (bytes); `step_seconds`. If the process was
-        killed, which is how running out of memory looks, `failed` alone, with the reason.
+        `extra_peak`, `step_seconds`, and for Trunkline `stores_at_peak` and `outside_stores`, in bytes and seconds; or
+        `failed` with the reason, if the process was killed, such as by running out of memory.
     """
     task = {"setup": dataclasses.asdict(setup), "variant": variant, "length": length, "dtype": dtype}
     return in_own_process(__file__, task)

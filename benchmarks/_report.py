@@ -50,7 +50,7 @@ def _cells(row: Row) -> list[str]:
         number(row.attention_share, ".1%"),
         number(row.matmul_share, ".1%"),
         ratio_text(row.over_bare),
-        number(row.beyond_stores, ",.1f", _MIB),
+        number(row.outside_stores, ",.1f", _MIB),
     ]
 
 
@@ -157,9 +157,9 @@ def _growth(rows: Sequence[Row]) -> list[Check]:
     found: list[Check] = []
     for row in rows:
         first = [x for x in rows if (x.variant, x.dtype, x.length) == (row.variant, row.dtype, 16_384)]
-        if row.length == 65_536 and first and row.beyond_stores and first[0].beyond_stores:
+        if row.length == 65_536 and first and row.outside_stores and first[0].outside_stores:
             what = f"memory beyond stores, 65,536 / 16,384 tokens: {LABELS[row.variant]}, {row.dtype}"
-            found.append(Check(what, row.beyond_stores / first[0].beyond_stores, 1.05))
+            found.append(Check(what, row.outside_stores / first[0].outside_stores, 1.05))
     return found
 
 

@@ -67,7 +67,7 @@ class Row:
     time: Ratio | None
     extra_peak: int | None
     memory: float | None
-    beyond_stores: int | None
+    outside_stores: int | None
     attention_share: float | None
     matmul_share: float | None
     over_bare: Ratio | None
@@ -114,7 +114,7 @@ class Cell:
             time=self._ratio(variant, BASELINE),
             extra_peak=extra,
             memory=extra / reference if extra is not None and reference else None,
-            beyond_stores=memory.get("beyond_stores"),
+            outside_stores=memory.get("beyond_stores"),
             attention_share=parts["attention"] / parts["seconds"] if parts else None,
             matmul_share=parts["matmul"] / parts["seconds"] if parts else None,
             over_bare=self._ratio(variant, f"bare:{variant}"),

@@ -43,13 +43,13 @@ def test_the_quick_start_on_a_device(capsys: pytest.CaptureFixture[str], monkeyp
     overrides = ["--context", "4096", "--chunk_size", "2048", "--model.overrides", SMALL]
     code, out, err = plan(capsys, RECIPE, "--hardware", "a100-80g", *overrides)
     assert code == 0
-    assert err.startswith("estimated chunk 2,048, keep [attention]: ")  # in a log a search is not silent
+    assert err.startswith("simulated chunk_size 2,048, keep [attention]: ")  # in a log a search is not silent
     lines = out.splitlines()
     assert lines[0].startswith("tiny-llama (115.39K parameters, vocabulary 258) on 1 x NVIDIA A100")
     assert lines[1] == "fits: 4,096 tokens x 1"
     assert "a step" in lines[2]
     assert "MFU" in lines[2]
-    assert "chunk 2,048, keep [attention]" in out
+    assert "chunk_size 2,048, keep [attention]" in out
     assert "cost: 45,056 tokens take 0.0 device hours" in out  # 11 steps
     assert all(len(line) <= 100 for line in lines)
     assert next(line for line in lines if line.startswith("device")).split()[3:5] == ["74.3", "GiB"]
@@ -62,7 +62,8 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
     assert record["fits"] is True
     assert record["context"] == 8192
     assert record["ranks"] == {"dp": 1, "sp": 2, "cp": 1, "tp": 1, "zero": 2, "offload": False}
-    assert set(record["settings"]) == {"chunk_size", "keep", "checkpoint_every", "device_budget"}  # nothing leaves it
+    assert set(record["streaming"]) == {"chunk_size", "keep", "checkpoint_every"}
+    assert set(record["memory"]) == {"device_budget"}  # nothing is offloaded
     assert record["gpu_hours"] == pytest.approx(1e9 / record["tokens_per_second"] * 2 / 3600)
     assert record["peaks"] == {tier: sum(parts.values()) for tier, parts in record["holders"].items()}
     assert 0 < record["mfu"] < record["mfu_recompute_counted"] < 1
@@ -75,9 +76,9 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
 def test_what_the_recipe_says_is_not_chosen(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
     given = ["--keep", "[]", "--checkpoint_every", 2, "--device_budget", "100MiB", "--chunk_size", 4096]
     code, out, _ = plan(capsys, recipe, "--hardware", "a100-80g", "--json", *given)
-    settings = json.loads(out)["settings"]
+    record = json.loads(out)
     assert code == 0
-    assert settings == {
+    assert {**record["streaming"], **record["memory"]} == {
         "chunk_size": 4096, "keep": [], "checkpoint_every": 2, "device_budget": 100 * 2**20,
     }  # fmt: skip
 
@@ -127,7 +128,8 @@ def test_a_recipe_with_the_plans_settings(capsys: pytest.CaptureFixture[str], re
     target = tmp_path / "planned.yaml"
     given = ["--hardware", "a100-80g", "--gpus", 2, "--model.dtype", "bfloat16"]
     code, out, _ = plan(capsys, recipe, *given, "--json", "--write", target)
-    settings = json.loads(out)["settings"]
+    record = json.loads(out)
+    settings = {**record["streaming"], **record["memory"]}
     assert code == 0
     written = load_recipe(target)
     assert written.context == 8192

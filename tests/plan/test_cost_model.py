@@ -10,7 +10,7 @@ from plan.profiles import constant
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from trunkline.attention.meta_kernel import KernelCall
-from trunkline.plan.cost_model import FREE, CostModel, OperatorCost, kind_of
+from trunkline.plan.cost_model import FREE, CostModel, OperatorCost, operator_kind
 from trunkline.plan.estimate import estimate
 from trunkline.plan.hardware import points
 
@@ -55,7 +55,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(kind: str) -> None:
-    assert {str(func): kind_of(func) for func in KINDS[kind]} == {str(func): kind for func in KINDS[kind]}
+    assert {str(func): operator_kind(func) for func in KINDS[kind]} == {str(func): kind for func in KINDS[kind]}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -18,12 +18,12 @@ from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.op_tracer import OpTracer
 
 
-def watched(run: Callable[[], object], *known: Tensor) -> DeviceMemory:
+def traced(run: Callable[[], object], *known: Tensor) -> DeviceMemory:
     """What is counted while something runs, and its result is held."""
     memory = DeviceMemory()
-    memory.know(known)
-    observed = OpTracer(None, SimClock(QueueSpeeds()), memory)
-    with observed.watching():
+    memory.ignore(known)
+    tracer = OpTracer(None, SimClock(QueueSpeeds()), memory)
+    with tracer.tracing():
         held = run()
         memory.at_end = memory.held
         del held
@@ -43,13 +43,13 @@ def test_views_are_what_they_are_views_of(times: int) -> None:
         "expand": lambda: x[:1].expand(9, 6), "unsafe": lambda: torch.ops.aten._unsafe_view(x, [24]),
     }  # fmt: skip
     for name, view in views.items():
-        memory = watched(lambda view=view: [view() for _ in range(times)], x)
+        memory = traced(lambda view=view: [view() for _ in range(times)], x)
         assert (memory.peak, memory.held) == (0, 0), name
 
 
 def test_a_linear_layer_on_three_dimensions_makes_one_tensor() -> None:
     x, w = meta(2, 5, 8), meta(16, 8)
-    memory = watched(lambda: [F.linear(x, w) for _ in range(3)], x, w)
+    memory = traced(lambda: [F.linear(x, w) for _ in range(3)], x, w)
     assert memory.at_end == memory.peak == 3 * 2 * 5 * 16 * 4
     assert memory.held == 0
 
@@ -65,7 +65,7 @@ def test_in_place_takes_nothing_and_what_is_dropped_is_gone() -> None:
         c = b[:10].clone()  # 40 more, when the first are gone
         assert c.shape == (10,)
 
-    memory = watched(run, x)
+    memory = traced(run, x)
     assert (memory.peak, memory.held) == (8_000, 0)
 
 
@@ -81,15 +81,15 @@ def test_forward_and_backward_by_hand() -> None:
     peaks = []
 
     memory = DeviceMemory()
-    memory.know([x, w1, w2])
-    with OpTracer(None, SimClock(QueueSpeeds()), memory).watching():
+    memory.ignore([x, w1, w2])
+    with OpTracer(None, SimClock(QueueSpeeds()), memory).tracing():
         h = (x @ w1).relu()
         peaks.append(memory.peak)
         y = h @ w2
         loss = y.sum()
         peaks.append(memory.held)
         del h, y
-        memory.begin()
+        memory.reset_peak()
         loss.backward()
         peaks.append(memory.peak)
         del loss
@@ -104,15 +104,15 @@ def test_forward_and_backward_by_hand() -> None:
 
 def test_a_tally_says_what_was_held_at_its_peak() -> None:
     tally, told = MemoryTally(), []
-    tally.changed = told.append
-    tally.put("a", 10)
-    tally.note("of it", 4)
-    tally.put("b", 5)
-    tally.put("a", -10)
+    tally.on_change = told.append
+    tally.add("a", 10)
+    tally.label("of it", 4)
+    tally.add("b", 5)
+    tally.add("a", -10)
     assert (tally.held, tally.peak) == (5, 15)
-    assert +tally.at_peak == {"a": 10, "of it": 4, "b": 5}
-    tally.begin()
-    assert (tally.peak, +tally.at_peak) == (5, {"of it": 4, "b": 5})
+    assert +tally.parts_at_peak == {"a": 10, "of it": 4, "b": 5}
+    tally.reset_peak()
+    assert (tally.peak, +tally.parts_at_peak) == (5, {"of it": 4, "b": 5})
     assert told == [10, 15, 5]
 
 
@@ -150,7 +150,7 @@ def test_all_together_is_between_its_parts() -> None:
     """No less than what lies beyond the stores at its own peak, and no more than both peaks."""
     for n in (2, 4, 8):
         each = estimate(MODEL, 16 * n, chunk_size=16, optimizer=AdamWSpec())
-        assert each.beyond_stores < sum(each.memory["device"].values()) <= each.beyond_stores + each.peaks["device"]
+        assert each.outside_stores < sum(each.memory["device"].values()) <= each.outside_stores + each.peaks["device"]
 
 
 def test_what_gathers_is_on_the_device_and_leaves_it() -> None:

@@ -46,7 +46,7 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
 
     def probe(*args: object, **kwargs: object) -> Estimate:
         found = shown(*args, **kwargs)  # type: ignore[arg-type]
-        return replace(found, beyond_stores=max(found.beyond_stores - hidden_mib * MIB, 0))
+        return replace(found, outside_stores=max(found.outside_stores - hidden_mib * MIB, 0))
 
     honest = Planner(META_MODEL, cluster(40)).best(TrainingJob(32_768))
     assert honest.excess <= 0
@@ -102,7 +102,7 @@ def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
 def test_what_is_given_is_not_chosen() -> None:
     fixed = {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2, "device_budget": 20 * MIB}
     plan = Planner(META_MODEL, cluster(256)).best(TrainingJob(16_384, fixed=fixed))
-    assert plan.candidate.settings == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
+    assert plan.candidate.streaming == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
     assert plan.budgets.device == 20 * MIB
 
 

@@ -90,7 +90,7 @@ def test_the_result_is_that_of_all_layers(name: str, calls: Counter[int]) -> Non
     assert (some.peaks["disk"] > 0) == ("offload_dir" in CASES[name][0])
     assert some.moved == every.moved
     assert some.memory == every.memory
-    assert some.beyond_stores == every.beyond_stores
+    assert some.outside_stores == every.outside_stores
     a, b = some.step, every.step
     assert a.seconds == pytest.approx(b.seconds, rel=1e-9)
     assert (a.operators, a.hardware_flops, a.model_flops) == (b.operators, b.hardware_flops, b.model_flops)

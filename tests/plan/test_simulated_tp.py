@@ -67,5 +67,5 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
 def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     meta_model = MetaModel.from_model(build("llama", torch.float32, **SHAPE))
     monkeypatch.setattr(simulated_tp.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="tp=2"), simulated_tp.cut(meta_model, 2):
+    with pytest.raises(ValueError, match="tp=2"), simulated_tp.tp_shard(meta_model, 2):
         pass

@@ -56,7 +56,7 @@ def plan(
     from trunkline.plan.hardware import load
     from trunkline.plan.planner import DoesNotFit, Planner
     from trunkline.plan.search_space import Cluster
-    from trunkline.train.planning import job_of, meta_model_of, written
+    from trunkline.train.planning import job_of, meta_model_of, planned_recipe
     from trunkline.train.settings import dump_recipe, load_recipe
 
     console, errors = Console(), Console(stderr=True)
@@ -84,9 +84,9 @@ def plan(
         line = bar.add_task("building the model without weights")
 
         def tell(text: str) -> None:
-            bar.update(line, description=f"estimated {text}")
+            bar.update(line, description=f"simulated {text}")
             if bar.disable:  # a search takes minutes; a log must not be silent for so long
-                errors.print(f"estimated {text}", highlight=False, markup=False, soft_wrap=True)
+                errors.print(f"simulated {text}", highlight=False, markup=False, soft_wrap=True)
 
         planner = Planner(meta_model_of(recipe), cluster, tell)
         described = _describe(recipe, planner.model)
@@ -117,7 +117,7 @@ def plan(
             (step / name).write_text(text, encoding="utf-8")
         errors.print(f"wrote {step}: `trunkline report {step}` draws it", highlight=False, markup=False)
     if write is not None:
-        write.write_text(dump_recipe(written(recipe, best)), encoding="utf-8")
+        write.write_text(dump_recipe(planned_recipe(recipe, best)), encoding="utf-8")
         errors.print(f"wrote {write}", highlight=False)
     return 0
 
@@ -144,35 +144,20 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         "fits": True,
         "hardware": f"{plan.cluster.devices} x {plan.cluster.hardware.title}",
         "context": plan.job.context,
-        "settings": plan.settings,
-        "ranks": {
-            **{axis: getattr(plan.candidate.parallel_dims, axis) for axis in ("dp", "sp", "cp", "tp")},
-            "zero": plan.candidate.sharding_spec.zero,
-            "offload": plan.candidate.sharding_spec.offload,
-        },
+        **plan.settings,  # by group: streaming, memory, ranks
         "seconds": step.seconds,
         "tokens_per_second": step.tokens_per_second * step.devices,
         "mfu": step.mfu,
         "mfu_recompute_counted": step.hardware_utilisation,
         "peaks": {tier: sum(parts.values()) for tier, parts in plan.estimate.memory.items()},
         "holders": plan.estimate.memory,
-        "capacity": _capacity(plan),
+        "capacity": plan.cluster.usable_bytes,
         "exposed": step.exposed,
         "moved": plan.estimate.moved,
         "loading": plan.loading,
         "tokens": tokens,
         "gpu_hours": plan.gpu_hours(tokens),
-        "others": [{"choice": str(candidate), "seconds": seconds} for candidate, seconds in plan.alternatives],
-    }
-
-
-def _capacity(plan: Plan) -> dict[str, int]:
-    """Return the bytes that a rank may use in each tier."""
-    cluster = plan.cluster
-    return {
-        "device": cluster.usable_device_bytes,
-        "host": cluster.usable_host_bytes,
-        "disk": cluster.usable_disk_bytes,
+        "alternatives": [{"candidate": str(candidate), "seconds": seconds} for candidate, seconds in plan.alternatives],
     }
 
 
@@ -186,7 +171,7 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         tokens: tokens of the run, for its cost.
         longest: whether the context is the longest that fits, not the recipe's.
     """
-    step, cluster, budgets = plan.estimate.step, plan.cluster, plan.budgets
+    step, cluster = plan.estimate.step, plan.cluster
     assert step is not None
 
     def say(text: str, style: str = "") -> None:
@@ -201,8 +186,8 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     )
     say(f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}", "green")
     say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
-    say(f"with: {plan.candidate}")
-    capacity = _capacity(plan)
+    for group, settings in plan.settings.items():
+        say(f"{group}: {', '.join(f'{name} {setting_text(name, value)}' for name, value in settings.items())}")
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("held by", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
@@ -211,7 +196,7 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         if held:
             largest = sorted(parts.items(), key=lambda part: -part[1])
             text = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in largest if nbytes > held / 50)
-            table.add_row(tier, format_bytes(held), format_bytes(capacity[tier]), text)
+            table.add_row(tier, format_bytes(held), format_bytes(cluster.usable_bytes[tier]), text)
     console.print(table)
     waits = [
         f"{lane} {duration(seconds)} ({seconds / step.seconds:.1%})"
@@ -221,11 +206,8 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     moved = [f"{lane} {format_bytes(nbytes)}" for lane, nbytes in plan.estimate.moved.items() if nbytes]
     say(f"compute waits for: {', '.join(waits) or 'nothing'}")
     say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
-    needed = [f"{tier}_budget {format_bytes(nbytes)}" for tier, nbytes in plan.estimate.reserved.items() if nbytes]
-    needed.insert(0, f"device_budget {format_bytes(budgets.device)}")
-    say(f"budgets of stream(): {', '.join(needed)}")
     if plan.loading:
-        node = plan.loading * cluster.devices_per_node_used
+        node = plan.loading * cluster.devices_per_node
         text = f"loading: each rank builds the whole model in host memory, {format_bytes(node)} on a node"
         if node > cluster.host_bytes:
             halved = ", or optimizer.fp32_master false, which halves it" if plan.candidate.sharding_spec.dtype else ""
@@ -233,9 +215,20 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         say(text, "red" if node > cluster.host_bytes else "")
     say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
     if plan.alternatives:
-        say("also estimated, and slower:")
+        say("also simulated, and slower:")
     for candidate, seconds in sorted(plan.alternatives, key=lambda other: other[1]):
         say(f"  {seconds / step.seconds:.3f} x the time with {candidate}", "dim")
+
+
+def setting_text(name: str, value: Any) -> str:
+    """Return the value of a setting for people: bytes with a unit, thousands apart, lists in brackets."""
+    if name.endswith("_budget") and isinstance(value, int):
+        return format_bytes(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value) if isinstance(value, str | Path) else f"[{', '.join(value)}]"
 
 
 def duration(seconds: float) -> str:

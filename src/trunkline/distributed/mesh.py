@@ -40,6 +40,16 @@ class ParallelDims:
         """As settings."""
         return ", ".join(f"{axis}={getattr(self, axis)}" for axis in ("dp", "sp", "cp", "tp"))
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole mesh."""
+        return self.fsdp_size * self.tp
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks that parameters are sharded over, and gradients are summed over."""
+        return self.dp * self.sp * self.cp
+
     def check_world(self, world_size: int) -> None:
         """Refuse degrees that are no whole numbers, or do not make up the ranks of the job.
 
@@ -72,8 +82,7 @@ class ParallelDims:
         Raises:
             ValueError: with the valid values.
         """
-        world = self.dp * self.sp * self.cp * self.tp
-        heads = f"{num_heads} query and {num_kv_heads} key/value heads (world size {world})"
+        heads = f"{num_heads} query and {num_kv_heads} key/value heads (world size {self.world_size})"
         if num_heads % self.tp or num_kv_heads % self.tp:
             valid = [n for n in divisors(num_kv_heads) if num_heads % n == 0]
             raise ValueError(f"tp={self.tp} does not divide {heads}: valid values of tp are {_list(valid)}.")

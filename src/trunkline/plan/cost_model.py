@@ -1,14 +1,13 @@
-"""What an operator costs on a machine: seconds from its FLOPs and bytes, and the figures of the machine's profile.
+"""Cost model of operators: seconds from their FLOPs and bytes, and from the figures of a hardware profile.
 
-Matrix products by the formulas of PyTorch's own FLOP counter, attention by ours (that counter knows nothing of the
-operator for CPUs), everything else by the bytes that it reads and writes. An operator takes as long as the slower of
-the two, and never less than a kernel takes to start.
+Matrix products count the FLOPs of PyTorch's FLOP counter, attention those of our own formula (PyTorch's counter does
+not know the CPU operator), all other operators the bytes that they read and write. An operator takes as long as the
+slower of its FLOPs and its bytes, and never less than the launch of a kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,11 +17,12 @@ from torch.utils.flop_counter import flop_registry
 
 from trunkline.attention.meta_kernel import KernelCall
 from trunkline.plan.hardware import Hardware
+from trunkline.plan.simulated_tp import tensors_in
 
-Kind = Literal["free", "matmul", "fill", "copy", "pointwise", "transcendental", "reduction", "rows"]
+OperatorKind = Literal["free", "matmul", "fill", "copy", "pointwise", "transcendental", "reduction", "rows"]
 
 aten = torch.ops.aten
-_GROUPED = aten._grouped_mm  # of experts: PyTorch's counter knows nothing of it
+_GROUPED = aten._grouped_mm  # products of experts, which PyTorch's counter does not know
 
 _TRANSCENDENTAL = (
     "exp", "log", "silu", "gelu", "sigmoid", "tanh", "softmax", "cos", "sin", "pow", "rsqrt", "erf", "softplus", "mish",
@@ -31,14 +31,14 @@ _REDUCTION = (
     "sum", "mean", "amax", "amin", "max", "min", "var", "std", "prod", "all", "any", "norm", "linalg_vector_norm",
     "argmax", "topk", "sort", "cumsum", "bincount",
 )  # fmt: skip
-# Begin as names above do, or have them within, and go through each element once like any sum.
+# Pointwise, although their names begin with or contain a name above.
 _POINTWISE = ("maximum", "minimum", "logical")
 _COPY = ("copy", "clone", "cat", "stack", "repeat", "flip", "pad", "to_copy")
-# Nothing is read, whatever they are given to be like.
+# Written and not read: `zeros_like` does not read its argument.
 _FILL = ("fill", "zero", "ones", "full", "arange", "new_zeros", "new_ones", "new_full")
-# What is read of a table, or written to one, is a few of its rows.
+# They read or write a few rows of a table.
 _ROWS = ("embedding", "index_select", "gather", "index", "scatter", "take")
-# `_unsafe_view` is a view whose schema does not say so: what a product of three dimensions ends with.
+# No kernel runs. `_unsafe_view`, which ends a product of three dimensions, is a view, and its schema does not say so.
 _FREE = (
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view",
     "_local_scalar_dense", "lift_fresh", "resize_", "set_",
@@ -47,11 +47,11 @@ _FREE = (
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """Of an operator.
+    """Cost of an operator.
 
     Attributes:
-        seconds: on the device.
-        flops: of matrix products and attention, those that the mathematics needs: a kernel's own recomputation is none.
+        seconds: seconds on the device.
+        flops: FLOPs of matrix products and attention; scores that a kernel recomputes in backward are not counted.
     """
 
     seconds: float = 0.0
@@ -62,32 +62,32 @@ FREE = OperatorCost()
 
 
 class CostModel:
-    """Costs on one machine.
+    """Cost model of one machine.
 
     Args:
-        hardware: the machine.
+        hardware: profile of the machine.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, OperatorKind] = {}
 
     def operator_cost(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
-        """Of an operator of PyTorch, called with tensors that may have no contents.
+        """Return the cost of a PyTorch operator; its tensors may be on the `meta` device.
 
         Args:
-            func: the overload.
-            args: what it was called with.
-            kwargs: the same.
-            out: what it gave.
+            func: operator overload.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            out: its output.
         """
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = kind_of(func)
+            kind = self._kinds[func] = operator_kind(func)
         if kind == "free":
             return FREE
         if kind == "matmul":
-            return self._product(func, args, kwargs, out)
+            return self._matmul_cost(func, args, kwargs, out)
         nbytes = _bytes(kind, args, kwargs, out)
         if not nbytes:
             return FREE
@@ -95,23 +95,23 @@ class CostModel:
         return OperatorCost(max(self._hardware.kernel_seconds, nbytes / rate))
 
     def attention_cost(self, call: KernelCall) -> OperatorCost:
-        """Of a call of an attention kernel.
+        """Return the cost of a call of an attention kernel.
 
-        Forward 2·D FLOPs a pair for scores and 2·Dv for outputs; backward twice that, beside the scores that a flash
-        kernel computes again, which count for time and not as FLOPs.
+        A query-key pair costs 2·D FLOPs for its score and 2·Dv for its output in forward, and twice that in backward.
+        A flash kernel also recomputes scores in backward: they count as time, not as FLOPs.
         """
         dims = call.head_dim + call.value_dim
         flops = (2 if call.direction == "forward" else 4) * dims * call.pairs
-        done = (2 if call.direction == "forward" else 5) * dims * call.pairs
+        executed = (2 if call.direction == "forward" else 5) * dims * call.pairs
         if call.kernel == "math":
-            return OperatorCost(self._by_products(call), flops)
+            return OperatorCost(self._math_attention_seconds(call), flops)
         rate = self._hardware.attention_rate(
             call.direction, call.dtype, max(call.head_dim, call.value_dim), call.queries, call.keys, causal=call.causal
         )
-        return OperatorCost(max(self._hardware.kernel_seconds, done / rate), flops)
+        return OperatorCost(max(self._hardware.kernel_seconds, executed / rate), flops)
 
-    def _by_products(self, call: KernelCall) -> float:
-        """Seconds of attention by plain matrix products, all of the rectangle computed, scores in fp32."""
+    def _math_attention_seconds(self, call: KernelCall) -> float:
+        """Return the seconds of attention by matrix products: all pairs, masked ones included, and scores in fp32."""
         heads, hardware = call.batch * call.heads, self._hardware
         products = 2 if call.direction == "forward" else 5
         rate = hardware.matmul_rate(call.dtype, call.queries, call.keys, call.head_dim)
@@ -120,7 +120,7 @@ class CostModel:
         flops = products * heads * call.queries * call.keys * (call.head_dim + call.value_dim)
         return flops / rate + passes * scores / hardware.memory_rate("transcendental", scores)
 
-    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
+    def _matmul_cost(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
         if func._overloadpacket is _GROUPED:
             flops, m, n, k, dtype = _grouped(args[0], args[1], out)
         else:
@@ -133,8 +133,8 @@ class CostModel:
         return OperatorCost(max(self._hardware.kernel_seconds, seconds), flops)
 
 
-def kind_of(func: Any) -> Kind:
-    """What an operator's time depends on."""
+def operator_kind(func: Any) -> OperatorKind:
+    """Classify an operator by what its time depends on."""
     packet = func._overloadpacket
     if packet in flop_registry or packet is _GROUPED:
         return "matmul"
@@ -143,14 +143,14 @@ def kind_of(func: Any) -> Kind:
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     if name in _FREE or (is_view and not written):
         return "free"
-    if name == "embedding_dense_backward":  # zeros for the whole table first
+    if name == "embedding_dense_backward":  # it first writes zeros to the whole table
         return "copy"
     words = name.removesuffix("_backward").strip("_")
     if words.startswith(_POINTWISE):
         return "pointwise"
     if words.startswith(_ROWS):
         return "rows"
-    if any(each in words for each in _TRANSCENDENTAL):
+    if any(name in words for name in _TRANSCENDENTAL):
         return "transcendental"
     if words.startswith(_REDUCTION):
         return "reduction"
@@ -162,7 +162,7 @@ def kind_of(func: Any) -> Kind:
 
 
 def _sizes(func: Any, args: tuple[Any, ...], flops: int) -> tuple[int, int, int, torch.dtype]:
-    """m, n, k of one matrix product among those of a call, and its dtype."""
+    """Return m, n, k of one of the matrix products of a call, and their dtype."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     packet = func._overloadpacket
     if packet in (aten.addmm, aten.baddbmm):
@@ -176,7 +176,7 @@ def _sizes(func: Any, args: tuple[Any, ...], flops: int) -> tuple[int, int, int,
 
 
 def _grouped(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int, int, torch.dtype]:
-    """FLOPs of products of which each group has its part, whichever dim is cut; m, n, k of one group; the dtype."""
+    """Return the FLOPs of a grouped product, m, n, k of one group, and the dtype; any of the three may be grouped."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     groups = next(x.shape[0] for x in (a, b, out) if x.ndim == 3)
     if a.ndim == b.ndim == 3:
@@ -191,29 +191,21 @@ def _grouped(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int, int, tor
     return flops, m, n, k, a.dtype
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 def _touched(x: Tensor) -> int:
-    """Bytes of a tensor that are there: what is expanded is read once."""
+    """Return the bytes of a tensor in memory: an expanded dim is read once."""
     if 0 not in x.stride():
         return x.nbytes
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride]
     return math.prod(sizes) * x.itemsize
 
 
-def _bytes(kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes that an operator reads and writes."""
-    if kind == "copy" and args and args[0] is out:  # in place: what was there is not read
+def _bytes(kind: OperatorKind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the bytes that an operator reads and writes."""
+    if kind == "copy" and args and args[0] is out:  # in place: the old contents are not read
         args = args[1:]
-    written = sum(_touched(x) for x in _tensors(out if isinstance(out, (list, tuple)) else (out,)))
+    written = sum(_touched(x) for x in tensors_in(out if isinstance(out, (list, tuple)) else (out,)))
     if kind == "fill":
         return written
     if kind == "rows":
-        return 2 * min([written, *(_touched(x) for x in _tensors(args))], default=0)
-    return written + sum(_touched(x) for x in (*_tensors(args), *_tensors(kwargs.values())))
+        return 2 * min([written, *(_touched(x) for x in tensors_in(args))], default=0)
+    return written + sum(_touched(x) for x in (*tensors_in(args), *tensors_in(kwargs.values())))

@@ -1,8 +1,8 @@
-"""What a device's memory holds while a step is rehearsed: every tensor for as long as it lives.
+"""Simulated memory of a tier: bytes held, their peak, and which tensors they are.
 
-Tensors on the `meta` device have storages with sizes and lifetimes like any; each is counted when an operator makes it
-and until nothing refers to it. What is not such a tensor (parameters in parts, an optimizer's state) is put here by
-hand.
+Tensors on the `meta` device have storages with sizes and lifetimes. `DeviceMemory` counts a storage from the operator
+that allocates it until its last reference is gone. Memory without such a tensor (sharded parameters, optimizer state)
+is added by its owner.
 """
 
 from __future__ import annotations
@@ -10,108 +10,96 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 
 class MemoryTally:
-    """Bytes that a tier holds, and what they are.
+    """Bytes that a tier holds, by label.
 
     Attributes:
-        held: now.
-        peak: most since it was last set back.
-        parts: what is held, by what it is, as far as anybody has said.
-        at_peak: the same, when the peak was reached.
-        changed: called with what is held after each change; None for nobody.
+        held: bytes held now.
+        peak: most bytes held since the last `reset_peak`.
+        parts: bytes held now, by label (`parameters`, `gradients`, …); unlabelled bytes are in `held` only.
+        parts_at_peak: `parts` when the peak was reached.
+        on_change: called with `held` after each change; None for no call.
     """
 
     def __init__(self) -> None:
         self.held = 0
         self.peak = 0
         self.parts: Counter[str] = Counter()
-        self.at_peak: Counter[str] = Counter()
-        self.changed: Callable[[int], None] | None = None
+        self.parts_at_peak: Counter[str] = Counter()
+        self.on_change: Callable[[int], None] | None = None
 
-    def put(self, part: str, nbytes: int) -> None:
-        """Count bytes in, or out where negative."""
-        self.parts[part] += nbytes
-        self._add(nbytes)
+    def add(self, label: str, nbytes: int) -> None:
+        """Add labelled bytes, or remove them where `nbytes` is negative."""
+        self.parts[label] += nbytes
+        self._change(nbytes)
 
-    def note(self, part: str, nbytes: int) -> None:
-        """Say what some of the bytes are that are counted anyway; negative when they no longer are."""
-        self.parts[part] += nbytes
+    def label(self, label: str, nbytes: int) -> None:
+        """Label bytes that are counted already; a negative number removes the label."""
+        self.parts[label] += nbytes
 
-    def begin(self) -> None:
-        """Set the peak back to what is held."""
-        self.peak, self.at_peak = self.held, self.parts.copy()
+    def reset_peak(self) -> None:
+        """Set the peak to the bytes held now."""
+        self.peak, self.parts_at_peak = self.held, self.parts.copy()
 
-    def _add(self, nbytes: int) -> None:
+    def _change(self, nbytes: int) -> None:
         self.held += nbytes
         if self.held > self.peak:
             self.peak = self.held
-            self.at_peak = self.parts.copy()
-        if self.changed is not None:
-            self.changed(self.held)
+            self.parts_at_peak = self.parts.copy()
+        if self.on_change is not None:
+            self.on_change(self.held)
 
 
 class DeviceMemory(MemoryTally):
-    """Bytes that live tensors take, and what is put here by hand.
+    """Memory of the device: storages of live `meta` tensors, and bytes added by label.
 
     Attributes:
-        beyond: those that are in no store of the engine.
+        outside_stores: the part of it that is in no activation store of the engine.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.beyond = MemoryTally()
+        self.outside_stores = MemoryTally()
         self._stored = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
-    def store(self, part: str, nbytes: int) -> None:
-        """Say that some of the bytes are in a store of the engine; negative when they no longer are."""
-        self.note(part, nbytes)
+    def label_stored(self, label: str, nbytes: int) -> None:
+        """Label counted bytes as held by an activation store; a negative number removes the label."""
+        self.label(label, nbytes)
         self._stored += nbytes
-        self._compare()
+        self._update_outside_stores()
 
-    def _add(self, nbytes: int) -> None:
-        super()._add(nbytes)
-        self._compare()
+    def _change(self, nbytes: int) -> None:
+        super()._change(nbytes)
+        self._update_outside_stores()
 
-    def _compare(self) -> None:
-        self.beyond._add(self.held - self._stored - self.beyond.held)
+    def _update_outside_stores(self) -> None:
+        self.outside_stores._change(self.held - self._stored - self.outside_stores.held)
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of tensors that an operator has made, from now until they are gone."""
+    def track(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of an operator's outputs until they are freed; a storage counts once."""
         for x in tensors:
             if x.device.type != "meta":
                 continue
             storage = x.untyped_storage()
             key = storage._cdata
-            if key in self._known:
-                continue
-            nbytes = storage.nbytes()
-            self._known[key] = weakref.ref(storage, _Farewell(self, key, nbytes))
-            self._add(nbytes)
+            if key not in self._storages:
+                nbytes = storage.nbytes()
+                self._storages[key] = weakref.ref(storage, partial(self._free, key, nbytes))
+                self._change(nbytes)
 
-    def know(self, tensors: Iterable[Tensor]) -> None:
-        """Never count the storages of these."""
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude the storages of tensors, such as parameters that are counted elsewhere."""
         for x in tensors:
             storage = x.untyped_storage()
-            self._known.setdefault(storage._cdata, weakref.ref(storage, _Farewell(self, storage._cdata, 0)))
+            self._storages.setdefault(storage._cdata, weakref.ref(storage, partial(self._free, storage._cdata, 0)))
 
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._known.pop(key, None)
-        self._add(-nbytes)
-
-
-class _Farewell:
-    """Called when a storage is gone."""
-
-    __slots__ = ("key", "memory", "nbytes")
-
-    def __init__(self, memory: DeviceMemory, key: int, nbytes: int) -> None:
-        self.memory, self.key, self.nbytes = memory, key, nbytes
-
-    def __call__(self, _: Any) -> None:
-        self.memory._forget(self.key, self.nbytes)
+    def _free(self, key: int, nbytes: int, _: Any) -> None:
+        self._storages.pop(key, None)
+        self._change(-nbytes)

@@ -1,8 +1,8 @@
-"""A rehearsal: a step of the real engine on tensors without contents.
+"""Estimate of a step: the real engine on tensors without contents.
 
-The same sweeps, core and placement run on the `meta` device with virtual lanes, so that what they hold in every tier
-and send over every lane is what they will hold and send, to the byte. With a hardware profile every operator has a
-cost, and a clock goes on: the step's time, and what of it was waiting.
+The same sweeps, attention and placement run on the `meta` device with simulated lanes. So the bytes that they hold in
+each tier and move over each lane are exactly those of a real step. With a hardware profile every operator has a cost
+and advances a clock, which gives the time of the step and the part of it that is spent waiting.
 """
 
 from __future__ import annotations
@@ -33,38 +33,41 @@ from trunkline.hf.flops import UncountedModuleError, model_flops
 from trunkline.hf.introspect import UnsupportedModelError
 from trunkline.offload.backends import tiers_for
 from trunkline.offload.lanes.base import LANES
-from trunkline.offload.lanes.sim_clock import SimClock
+from trunkline.offload.lanes.sim_clock import LaneSegment, SimClock
 from trunkline.offload.stores import Tiers
-from trunkline.plan import representative_layers, simulated_tp
+from trunkline.plan import representative_layers
 from trunkline.plan.cost_model import CostModel
 from trunkline.plan.device_memory import DeviceMemory, MemoryTally
-from trunkline.plan.hardware import Hardware, speeds_of
+from trunkline.plan.hardware import Hardware, load, speeds_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, ModelStates, model_states_of
 from trunkline.plan.op_tracer import OpTracer
-from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, link
+from trunkline.plan.simulated_ranks import COMM, SimulatedRanks, collective_link
 from trunkline.plan.simulated_sharding import ShardingSpec, SimulatedSharding
-from trunkline.plan.step_trace import Numbers, SegmentRecorder, StepSegment, Trace, compose
+from trunkline.plan.simulated_tp import tp_shard
+from trunkline.plan.step_trace import Counters, SegmentRecorder, StepSegment, Trace, join_segments
 from trunkline.units import TIERS, TierName, format_bytes
+
+_OUTSIDE_STORES = "device, outside stores"  # a tier of the trace beside the three real ones
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """When everything would happen.
+    """Estimated time of a step.
 
     Attributes:
-        seconds: of the step, its optimizer included where there is one.
+        seconds: seconds of the step, an optimizer step included where there is an optimizer.
         phases: (name, begin, end) in seconds: embed, forward, head, backward, optimizer.
         busy: seconds that each lane (fetch, stash, comm) works.
         exposed: seconds that compute waits for each lane.
-        tokens: of the step, all replicas together.
-        devices: that share the work.
-        model_flops: FLOPs that the mathematics needs (`trunkline.hf.flops`); None where they cannot be counted.
-        hardware_flops: those that all devices do, what is computed again included; a kernel's own recomputation is not.
-        operators: that the host of a device issues.
-        peak_flops: FLOP/s of a device.
-        memory: (second, bytes) of each tier, where it was asked for.
-        lanes: (begin, end, label) of each lane, where it was asked for.
+        tokens: tokens of the step, over all replicas.
+        devices: devices that share the work.
+        model_flops: FLOPs that the model's mathematics needs (`trunkline.hf.flops`); None where they are not known.
+        hardware_flops: FLOPs that all devices execute, recomputation included, a kernel's own excepted.
+        operators: operators that the host of a device issues.
+        peak_flops: peak FLOP/s of a device.
+        memory: (second, bytes) of each tier, where it was recorded.
+        lanes: (begin, end, label) of each lane's work, where it was recorded.
     """
 
     seconds: float
@@ -78,49 +81,49 @@ class StepTiming:
     operators: int
     peak_flops: float
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict, repr=False)
-    lanes: dict[str, list[tuple[float, float, str]]] = field(default_factory=dict, repr=False)
+    lanes: dict[str, list[LaneSegment]] = field(default_factory=dict, repr=False)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a device."""
+        """Tokens a second of one device."""
         return self.tokens / self.seconds / self.devices
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: causal attention exact, recomputation not counted."""
+        """Model FLOPs utilisation: causal attention counted exactly, recomputation not counted."""
         if self.model_flops is None:
             return None
         return self.model_flops / (self.seconds * self.devices * self.peak_flops)
 
     @property
     def hardware_utilisation(self) -> float:
-        """FLOPs that were done, recomputed ones included, of those that could have been."""
+        """Share of the peak FLOPs that is executed, recomputation counted."""
         return self.hardware_flops / (self.seconds * self.devices * self.peak_flops)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a step would do, seen from one rank.
+    """Estimate of a step, for one rank.
 
     Attributes:
-        peaks: most bytes that the engine's stores hold in each tier.
+        peaks: most bytes that the activation stores hold in each tier.
         moved: bytes that go over each lane.
-        memory: all bytes of each tier at its peak, by what they are: parameters, gradients, optimizer, what is kept,
-            and what a chunk's own computation takes. A library's own buffers are not among them.
-        step: when; None without a hardware profile.
-        beyond_stores: most bytes that the device holds beside the engine's stores.
-        reserved: bytes that the stores need in each tier beyond the device: the least budget there.
+        memory: bytes of each tier at its peak, by label: parameters, gradients, optimizer, kept activations, and the
+            computation of a chunk. Buffers of libraries are not included.
+        step: time of the step; None without a hardware profile.
+        outside_stores: most bytes that the device holds outside the activation stores.
+        reserved: least budget that the stores need in each tier beyond the device.
     """
 
     peaks: dict[TierName, int]
     moved: dict[str, int]
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     step: StepTiming | None = None
-    beyond_stores: int = 0
+    outside_stores: int = 0
     reserved: dict[TierName, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """In units for people."""
+        """Return one line for people."""
         held = ", ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in self.peaks.items() if nbytes)
         moved = ", ".join(f"{lane} {format_bytes(nbytes)}" for lane, nbytes in self.moved.items() if nbytes)
         text = f"holds {held}; moves {moved or 'nothing'}"
@@ -148,338 +151,316 @@ def estimate(
     timeline: bool = False,
     **settings: Any,
 ) -> Estimate:
-    """Run a step of a model without computing anything.
+    """Estimate the memory and the time of a step without computing anything.
 
     It takes as long as issuing the work does: some milliseconds for each chunk of each layer, and more where keys and
-    values are streamed. Of layers that are alike a few stand for all.
+    values are streamed. One or two of the identical layers represent all.
 
     Args:
-        model: on any device, `meta` included, whole, in the dtype in which it computes; it is not changed. A
-            `MetaModel` saves making one each time.
-        seq_len: tokens of a row (global: all ranks together).
-        batch_size: rows, of one replica.
-        documents: tokens of each document that a row packs, `seq_len` together; None for one.
-        backward: a training step; otherwise a forward without gradients.
-        device: the device whose chunk size, budgets and kernels are meant; None is the hardware's, or the model's own
-            (a CPU for `meta`).
-        hardware: a profile, or the name of one (`trunkline.plan.hardware`): then the step has a time. None for bytes
-            alone.
-        parallel_dims: of a mesh of such devices; None for one device.
-        sharding_spec: how parameters are spread over them; None as `trunkline.shard` does it by default.
-        optimizer: whose state is held, and whose step is part of the time; None for none.
-        micro_batches: of a step, of which this is the last: gradients of earlier ones are held, and the optimizer's
-            time is shared.
-        extrapolate: have layers that are alike stand for each other; False goes through all.
-        timeline: keep what happened when, for a report.
-        settings: of `trunkline.stream`.
+        model: unsharded model on any device, `meta` included, in the dtype in which it computes; it is not changed. A
+            `MetaModel` saves making one for each call.
+        seq_len: tokens of a row, over all ranks.
+        batch_size: rows of one replica.
+        documents: tokens of each packed document of a row, `seq_len` in all; None for one document.
+        backward: estimate a training step; False estimates a forward without gradients.
+        device: device whose default chunk size, budgets and kernels are used; None is the hardware's, or the model's
+            own (a CPU for `meta`).
+        hardware: profile, or the name of one (`trunkline.plan.hardware`), for the time of the step; None estimates
+            bytes only.
+        parallel_dims: mesh of such devices; None for one device.
+        sharding_spec: sharding of parameters over them; None is the default of `trunkline.shard`.
+        optimizer: optimizer whose state is held and whose step is part of the time; None for none.
+        micro_batches: micro-batches of the step, of which the last is estimated: accumulated gradients are held, and
+            the optimizer's time is divided by their number.
+        extrapolate: let layers represent identical ones; False runs all layers.
+        timeline: record memory and lanes over time, for a report.
+        settings: settings of `trunkline.stream`.
 
     Raises:
         ValueError: an argument or a setting is out of range, the budgets are too small, the hardware is unknown, or the
             model cannot be streamed.
     """
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: give a positive whole number.")
-    if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
-        raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that are {seq_len:,} together.")
-    _check_settings(settings, parallel_dims)
-    meta_model, parallel_dims = (
-        model if isinstance(model, MetaModel) else MetaModel.from_model(model),
-        parallel_dims or ParallelDims(),
-    )
-    with simulated_tp.cut(meta_model, parallel_dims.tp) as own:
-        rehearsing = Estimator(own, seq_len, batch_size, documents, device=device, hardware=hardware,
-                                parallel_dims=parallel_dims, sharding_spec=sharding_spec or ShardingSpec(),
-                                timeline=timeline, settings=settings)  # fmt: skip
+    dims = ParallelDims() if parallel_dims is None else parallel_dims
+    if not isinstance(dims, ParallelDims):
+        raise ValueError(f"parallel_dims={dims!r}: give trunkline.ParallelDims(sp=8), for example.")
+    meta_model = model if isinstance(model, MetaModel) else MetaModel.from_model(model)
+    with tp_shard(meta_model, dims.tp) as on_rank:
+        estimator = Estimator(
+            on_rank, seq_len, batch_size=batch_size, documents=documents, device=device, hardware=hardware,
+            parallel_dims=dims, sharding_spec=sharding_spec or ShardingSpec(), optimizer=optimizer,
+            micro_batches=micro_batches, timeline=timeline, settings=settings,
+        )  # fmt: skip
         try:
-            return rehearsing.result(
-                backward=backward, extrapolate=extrapolate, optimizer=optimizer, micro_batches=micro_batches
-            )
+            return estimator.run(backward=backward, extrapolate=extrapolate)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise UnsupportedModelError(
-                f"{type(own.model).__name__} cannot be rehearsed on tensors without contents: {error}"
+                f"{type(on_rank.model).__name__} does not run on the meta device, so no step of it can be estimated: "
+                f"{error}"
             ) from error
 
 
 class Estimator:
-    """One rehearsal; see `estimate`."""
+    """Estimate of one step; see `estimate` for the arguments.
+
+    Args:
+        meta_model: model as one rank has it.
+    """
 
     def __init__(
         self,
-        meta_model: MetaModel,  # as a rank has it
+        meta_model: MetaModel,
         seq_len: int,
-        batch_size: int,
-        documents: Sequence[int] | None,
         *,
+        batch_size: int,
+        documents: Sequence[int] | None = None,
         device: str | torch.device | None,
         hardware: Hardware | str | None,
         parallel_dims: ParallelDims,
         sharding_spec: ShardingSpec,
-        timeline: bool,
+        optimizer: AdamWSpec | None,
+        micro_batches: int,
+        timeline: bool = False,
         settings: dict[str, Any],
     ) -> None:
-        self._meta_model, self._decoder = meta_model.model, meta_model.decoder
-        self._whole = meta_model.model if meta_model.whole is None else meta_model.whole
-        self._reaches = meta_model.attention_spans
-        self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
-        self._hardware = _loaded(hardware)
-        self._parallel_dims, self._sharding_spec, self._timeline = parallel_dims, sharding_spec, timeline
-        parallel_dims.check_world(parallel_dims.dp * parallel_dims.sp * parallel_dims.cp * parallel_dims.tp)
+        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: give a positive whole number.")
+        if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
+            raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that sum to {seq_len:,}.")
+        if "mesh" in settings:
+            raise ValueError("mesh: an estimate needs no ranks: give parallel_dims=ParallelDims(sp=8), for example.")
+        parallel_dims.check_world(parallel_dims.world_size)
         parallel_dims.check_heads(*heads_of(meta_model.model))
+        self._meta_model, self._model, self._decoder = meta_model, meta_model.model, meta_model.decoder
+        self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
+        self._hardware = load(hardware) if isinstance(hardware, str) else hardware
+        self._dims, self._spec, self._timeline = parallel_dims, sharding_spec, timeline
+        self._optimizer, self._micro_batches = optimizer, micro_batches
         self._device = _device(device, self._hardware, meta_model.device)
-        self._config = resolve_config(None, {**settings, "progress": self._progress})
-        world = parallel_dims.dp * parallel_dims.sp * parallel_dims.cp
-        self._clock = SimClock(speeds_of(self._hardware, world * parallel_dims.tp), record=timeline)
+        self._config = resolve_config(None, {**settings, "progress": self._on_progress})
+
+        self._clock = SimClock(speeds_of(self._hardware, parallel_dims.world_size), record=timeline)
+        clock = None if self._hardware is None else self._clock
         self._memory = DeviceMemory()
         self._tallies: dict[str, MemoryTally] = {
-            "device": self._memory, BEYOND_STORES: self._memory.beyond, "host": MemoryTally(), "disk": MemoryTally(),
+            "device": self._memory, _OUTSIDE_STORES: self._memory.outside_stores,
+            "host": MemoryTally(), "disk": MemoryTally(),
         }  # fmt: skip
-        clock = None if self._hardware is None else self._clock
         self._ranks = SimulatedRanks(parallel_dims, self._hardware, clock)
+        fsdp_size, tp = parallel_dims.fsdp_size, parallel_dims.tp
         self._decoder.sharding = None
         self._sharding: SimulatedSharding | None = None
-        if sharding_spec.cuts(world) or world > 1:
-            replicas = link(world, world * parallel_dims.tp, self._hardware, clock)
+        if sharding_spec.is_sharded(fsdp_size) or fsdp_size > 1:
+            fsdp_link = collective_link(fsdp_size, parallel_dims.world_size, self._hardware, clock)
             self._sharding = self._decoder.sharding = SimulatedSharding(
-                self._meta_model,
-                self._decoder.layers,
-                sharding_spec,
-                replicas,
-                clock,
-                self._memory,
-                self._tallies["host"],
+                self._model, self._decoder.layers, sharding_spec, fsdp_link, clock, self._memory, self._tallies["host"]
             )
-        self._observed = OpTracer(
-            None if self._hardware is None else CostModel(self._hardware), self._clock, self._memory,
-            link(parallel_dims.tp, parallel_dims.tp, self._hardware, clock) if parallel_dims.tp > 1 else None,
-        )  # fmt: skip
+        self._op_tracer = OpTracer(
+            None if self._hardware is None else CostModel(self._hardware),
+            self._clock,
+            self._memory,
+            collective_link(tp, tp, self._hardware, clock) if tp > 1 else None,
+        )
         self._recorder: SegmentRecorder | None = None
-        self._reserved: dict[TierName, int] = {}
         self._tiers = self._new_tiers()
 
-    def result(
-        self, *, backward: bool, extrapolate: bool, optimizer: AdamWSpec | None, micro_batches: int = 1
-    ) -> Estimate:
-        """Rehearse."""
-        reaches = self._reaches
-        with probe.random_state_restored(torch.device("cpu")), torch.set_grad_enabled(backward):
-            seed, batch = draw_seed(), self._batch()
-            full = self.placed(batch, seed)
-            placement = full.stores.placement
-            self._reserved = {} if placement is None else dict(placement.offloaded)
-            units = representative_layers.layer_units(full.layout)
-            kinds = representative_layers.unit_kinds(units, self._decoder.layers, reaches, full.layout, placement)
-            stands = representative_layers.representatives(kinds) if extrapolate else {i: i for i in range(len(units))}
-            chosen = [layer for i in sorted(set(stands.values())) for layer in units[i]]
-            self._tiers = self._new_tiers()
-            if placement is not None:
-                self._tiers.fixed_placement = (
-                    full.head_groups,
-                    representative_layers.placement_of_layers(placement, full.layout, chosen),
-                )
-            segments = self._segments(batch, seed, chosen, [reaches[layer] for layer in chosen])
-        order = _order(segments, units, stands)
-        ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
-        states = model_states_of(self._meta_model, self._sharding_spec, ranks, optimizer if backward else None,
-                           micro_batches=micro_batches)  # fmt: skip
-        course = compose(order, {"device": states.device, BEYOND_STORES: states.device, "host": states.host,
-                                 "disk": Counter()})  # fmt: skip
-        return self._rehearsal(course, states, backward=backward, optimizer=optimizer, micro_batches=micro_batches)
-
-    def placed(self, batch: Batch | None = None, seed: int = 0) -> StepState:
-        """A forward before its first sweep, with everything in its place.
+    def run(self, *, backward: bool = True, extrapolate: bool = True) -> Estimate:
+        """Simulate the step and return its estimate.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the step does not fit into its budgets.
         """
-        run, differentiate = self._begin(self._decoder, self._batch() if batch is None else batch, seed, self._reaches)
+        spans = self._meta_model.attention_spans
+        with probe.random_state_restored(torch.device("cpu")), torch.set_grad_enabled(backward):
+            seed, batch = draw_seed(), self._batch()
+            full = self.place_stores(batch, seed)
+            placement = full.stores.placement
+            units = representative_layers.layer_units(full.layout)
+            kinds = representative_layers.unit_kinds(units, self._decoder.layers, spans, full.layout, placement)
+            represented_by = {i: i for i in range(len(units))}
+            if extrapolate:
+                represented_by = representative_layers.representatives(kinds)
+            chosen = [layer for i in sorted(set(represented_by.values())) for layer in units[i]]
+            self._tiers = self._new_tiers()
+            if placement is not None:
+                # Fewer layers would leave more room than the full step has: each store goes where that one puts it.
+                places = representative_layers.placement_of_layers(placement, full.layout, chosen)
+                self._tiers.fixed_placement = full.head_groups, places
+            segments = self._simulate(batch, seed, chosen)
+        states = model_states_of(
+            self._model, self._spec, self._dims.fsdp_size, self._optimizer if backward else None,
+            micro_batches=self._micro_batches,
+        )  # fmt: skip
+        start = {"device": states.device, _OUTSIDE_STORES: states.device, "host": states.host, "disk": Counter[str]()}
+        trace = join_segments(_all_layers(segments, units, represented_by), start)
+        return self._estimate(trace, states, {} if placement is None else dict(placement.offloaded), backward=backward)
+
+    def place_stores(self, batch: Batch | None = None, seed: int = 0) -> StepState:
+        """Begin a forward up to its first sweep, with every store in its tier.
+
+        Raises:
+            ValueError: the stores do not fit into their budgets.
+        """
+        batch = self._batch() if batch is None else batch
+        step, differentiate = self._begin(self._decoder, batch, seed, self._meta_model.attention_spans)
         if not self._tiers.limited:
-            with run.replay.restored(), run.decoder.streamed_attention(), torch.no_grad():
-                probe_token(run, differentiable=differentiate)
-        run.stores.close()
-        return run
+            with step.replay.restored(), step.decoder.streamed_attention(), torch.no_grad():
+                probe_token(step, differentiable=differentiate)
+        step.stores.close()
+        return step
 
-    # -- the run -------------------------------------------------------------------------------------------------------
+    # -- simulation ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, decoder: Any, batch: Batch, seed: int, reaches: Sequence[Any]) -> tuple[StepState, bool]:
-        conditions = ReplayContext(self._meta_model, batch.input_ids_BS.device, seed)
-        return begin_step(decoder, self._config.on(self._device), batch, conditions, self._tiers, self._ranks, reaches)
+    def _begin(self, decoder: Any, batch: Batch, seed: int, spans: Sequence[Any]) -> tuple[StepState, bool]:
+        replay = ReplayContext(self._model, batch.input_ids_BS.device, seed)
+        return begin_step(decoder, self._config.on(self._device), batch, replay, self._tiers, self._ranks, spans)
 
-    def _segments(self, batch: Batch, seed: int, chosen: Sequence[int], reaches: Sequence[Any]) -> list[StepSegment]:
-        """The step with some of the layers."""
-        own = [local(p) for p in self._meta_model.parameters()]
-        self._memory.know([*own, *self._meta_model.buffers(), batch.input_ids_BS])
-        self._tiers.observer = self._note
+    def _simulate(self, batch: Batch, seed: int, chosen: Sequence[int]) -> list[StepSegment]:
+        """Run a step with the chosen layers and return its segments."""
+        # Model states are counted by arithmetic (`ModelStates`), with their sharding.
+        self._memory.ignore([*(local(p) for p in self._model.parameters()), *self._model.buffers(), batch.input_ids_BS])
+        self._tiers.observer = self._on_store_bytes
         recorder = self._recorder = SegmentRecorder(
-            self._clock, self._engine_bytes, self._tallies, self._numbers, timeline=self._timeline
+            self._clock, self._store_bytes, self._tallies, self._counters, timeline=self._timeline
         )
         decoder = representative_layers.DecoderSubset(self._decoder, chosen, recorder, self._memory)
-        with self._observed.watching(), self._ranks.guard():
+        spans = [self._meta_model.attention_spans[layer] for layer in chosen]
+        with self._op_tracer.tracing(), self._ranks.guard():
             with decoder.unsharded(None):
-                run, differentiate = self._begin(decoder, batch, seed, reaches)
-                run_forward(run, differentiable=differentiate)
-                recorder.phase("head")
-                loss = mean_loss(run, differentiable=differentiate)
+                step, differentiate = self._begin(decoder, batch, seed, spans)
+                run_forward(step, differentiable=differentiate)
+                recorder.begin_phase("head")
+                loss = mean_loss(step, differentiable=differentiate)
             if differentiate:
-                recorder.phase("backward")
-                run_backward(run, torch.empty_like(loss))
+                recorder.begin_phase("backward")
+                run_backward(step, torch.empty_like(loss))
                 if self._sharding is not None:
                     recorder.enter(None)
-                    self._sharding.settle()
-            del run, loss
+                    self._sharding.wait_for_offloaded_grads()
+            del step, loss  # their memory is freed inside the last segment
         recorder.finish()
         return recorder.segments
 
     def _batch(self) -> Batch:
-        """A batch without contents."""
         ids_BS = torch.empty(self._batch_size, self._seq_len, dtype=torch.long, device="meta")
         lengths = [self._seq_len] if self._documents is None else list(self._documents)
         starts = (0, *accumulate(lengths[:-1]))
         count = torch.empty((), dtype=torch.long, device="meta")
         return Batch(ids_BS, None, ids_BS[:, 1:], count, documents=(starts,))
 
-    # -- what is noticed -----------------------------------------------------------------------------------------------
-
     def _new_tiers(self) -> Tiers:
         clock = None if self._hardware is None else self._clock
         config = self._config
         return tiers_for(self._device, config.budgets, config.offload_dir, config.prefetch, simulated=True, clock=clock)
 
-    def _progress(self, progress: Progress) -> None:
+    # -- measurement ---------------------------------------------------------------------------------------------------
+
+    def _on_progress(self, progress: Progress) -> None:
+        # Layers tell the recorder themselves (`DecoderSubset`); the embedding's backward does not.
         if self._recorder is not None and progress.part == "backward" and progress.layer < 0:
             self._recorder.enter(None)
 
-    def _note(self, tier: str, kind: str, nbytes: int) -> None:
-        part = STORE_LABELS.get(kind, kind)
+    def _on_store_bytes(self, tier: str, kind: str, nbytes: int) -> None:
+        label = STORE_LABELS.get(kind, kind)
         if tier == "device":
-            self._memory.store(part, nbytes)
+            self._memory.label_stored(label, nbytes)  # its tensors are counted already
         else:
-            self._tallies[tier].put(part, nbytes)
+            self._tallies[tier].add(label, nbytes)
 
-    def _engine_bytes(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] = {}
+    def _store_bytes(self) -> dict[str, tuple[int, int]]:
+        """Return the stores' bytes by tier, held now and at their peak, and reset the peak."""
+        nbytes: dict[str, tuple[int, int]] = {}
         for tier, account in self._tiers.budgets.items():
-            found[tier] = account.held, account.peak
+            nbytes[tier] = account.held, account.peak
             account.peak = account.held
-        return found
+        return nbytes
 
-    def _numbers(self) -> Numbers:
-        numbers: Numbers = {"seconds": self._clock.compute, "flops": self._observed.flops,
-                            "operators": self._observed.operators}  # fmt: skip
+    def _counters(self) -> Counters:
+        counters: Counters = {
+            "seconds": self._clock.compute, "flops": self._op_tracer.flops, "operators": self._op_tracer.operators,
+        }  # fmt: skip
         for lane, traffic in (self._tiers.lanes.traffic if self._tiers.limited else {}).items():
-            numbers[f"{lane} bytes"] = traffic.moved
-        numbers["comm bytes"] = self._ranks.traffic.moved if self._ranks.traffic is not None else 0
+            counters[f"{lane} bytes"] = traffic.moved
+        counters["comm bytes"] = self._ranks.traffic.moved if self._ranks.traffic is not None else 0
         for name in (*LANES, COMM):
-            numbers[f"{name} exposed"] = self._clock.exposed.get(name, 0.0)
-            numbers[f"{name} busy"] = self._clock.busy.get(name, 0.0)
-        return numbers
+            counters[f"{name} exposed"] = self._clock.exposed.get(name, 0.0)
+            counters[f"{name} busy"] = self._clock.busy.get(name, 0.0)
+        return counters
 
-    # -- the result ----------------------------------------------------------------------------------------------------
+    # -- result --------------------------------------------------------------------------------------------------------
 
-    def _rehearsal(
-        self, course: Trace, states: ModelStates, *, backward: bool, optimizer: AdamWSpec | None, micro_batches: int
+    def _estimate(
+        self, trace: Trace, states: ModelStates, reserved: dict[TierName, int], *, backward: bool
     ) -> Estimate:
-        numbers = course.numbers
-        moved: dict[str, int] = {lane: int(numbers.get(f"{lane} bytes", 0)) for lane in LANES}
-        if self._parallel_dims.sp * self._parallel_dims.cp > 1:
-            moved["comm"] = int(numbers["comm bytes"])
-        memory: dict[str, dict[str, int]] = {tier: dict(+course.parts[tier]) for tier in TIERS}
-        rest = course.whole["device"] - sum(memory["device"].values())
-        memory["device"] |= {"activations of a chunk": rest}
+        moved: dict[str, int] = {lane: int(trace.counters.get(f"{lane} bytes", 0)) for lane in LANES}
+        if self._dims.sp * self._dims.cp > 1:
+            moved["comm"] = int(trace.counters["comm bytes"])
+        memory: dict[str, dict[str, int]] = {tier: dict(+trace.parts[tier]) for tier in TIERS}
+        memory["device"]["activations of a chunk"] = trace.peaks["device"] - sum(memory["device"].values())
         step = None
         if self._hardware is not None:
-            tail = 0.0
-            if backward and optimizer is not None:
-                ranks = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp
-                tail = states.seconds(self._hardware, offload=self._sharding_spec.offload, devices=ranks)
-            step = self._step(course, tail / micro_batches, backward=backward)
+            seconds = 0.0
+            if backward and self._optimizer is not None:
+                seconds = states.seconds(self._hardware, offload=self._spec.offload, devices=self._dims.fsdp_size)
+            step = self._timing(trace, seconds / self._micro_batches, backward=backward)
         return Estimate(
-            peaks={tier: course.engine.get(tier, 0) for tier in TIERS},
-            moved=moved, memory=memory, step=step, beyond_stores=course.whole[BEYOND_STORES],
-            reserved=self._reserved,
+            peaks={tier: trace.stores.get(tier, 0) for tier in TIERS}, moved=moved, memory=memory, step=step,
+            outside_stores=trace.peaks[_OUTSIDE_STORES], reserved=reserved,
         )  # fmt: skip
 
-    def _step(self, course: Trace, tail: float, *, backward: bool) -> StepTiming:
+    def _timing(self, trace: Trace, optimizer_seconds: float, *, backward: bool) -> StepTiming:
         assert self._hardware is not None
-        devices = self._parallel_dims.dp * self._parallel_dims.sp * self._parallel_dims.cp * self._parallel_dims.tp
+        rows = self._batch_size * self._dims.dp
         flops = None
         with contextlib.suppress(UncountedModuleError):
-            flops = model_flops(
-                self._whole,
-                seq_len=self._seq_len,
-                batch_size=self._batch_size * self._parallel_dims.dp,
-                documents=self._documents,
-            )
-        numbers, phases = course.numbers, list(course.phases)
-        seconds = numbers["seconds"]
-        if tail:
-            phases.append(("optimizer", seconds, seconds + tail))
+            full = self._model if self._meta_model.full_model is None else self._meta_model.full_model
+            flops = model_flops(full, seq_len=self._seq_len, batch_size=rows, documents=self._documents)
+        counters, phases = trace.counters, list(trace.phases)
+        seconds = counters["seconds"] + optimizer_seconds
+        if optimizer_seconds:
+            phases.append(("optimizer", counters["seconds"], seconds))
         return StepTiming(
-            seconds=seconds + tail,
+            seconds=seconds,
             phases=phases,
-            busy={lane: numbers[f"{lane} busy"] for lane in (*LANES, COMM)},
-            exposed={lane: numbers[f"{lane} exposed"] for lane in (*LANES, COMM)},
-            tokens=self._seq_len * self._batch_size * self._parallel_dims.dp,
-            devices=devices,
+            busy={lane: counters[f"{lane} busy"] for lane in (*LANES, COMM)},
+            exposed={lane: counters[f"{lane} exposed"] for lane in (*LANES, COMM)},
+            tokens=self._seq_len * rows,
+            devices=self._dims.world_size,
             model_flops=flops if backward or flops is None else flops // 3,
-            hardware_flops=int(numbers["flops"]) * devices,
-            operators=int(numbers["operators"]),
-            peak_flops=self._hardware.peak_rate(self._meta_model.get_input_embeddings().weight.dtype),
-            memory={tier: course.memory[tier] for tier in TIERS} if self._timeline else {},
-            lanes=course.lanes if self._timeline else {},
+            hardware_flops=int(counters["flops"]) * self._dims.world_size,
+            operators=int(counters["operators"]),
+            peak_flops=self._hardware.peak_rate(self._model.get_input_embeddings().weight.dtype),
+            memory={tier: trace.memory[tier] for tier in TIERS} if self._timeline else {},
+            lanes=trace.lanes if self._timeline else {},
         )
 
 
-BEYOND_STORES = "device, beyond stores"
-
-
-def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
-    """Refuse what no step takes.
-
-    Raises:
-        ValueError: with the nearest name.
-    """
-    if parallel_dims is not None and not isinstance(parallel_dims, ParallelDims):
-        raise ValueError(f"parallel_dims={parallel_dims!r}: give trunkline.ParallelDims(sp=8), for example.")
-    if "mesh" in settings:
-        raise ValueError(
-            "mesh: an estimate has no ranks: give parallel_dims=ParallelDims(sp=8), for example, in its place."
-        )
-
-
-def _loaded(hardware: Hardware | str | None) -> Hardware | None:
-    if isinstance(hardware, str):
-        from trunkline.plan.hardware import load
-
-        return load(hardware)
-    return hardware
-
-
-def _device(device: str | torch.device | None, hardware: Hardware | None, own: torch.device) -> torch.device:
+def _device(device: str | torch.device | None, hardware: Hardware | None, model_device: torch.device) -> torch.device:
     if device is not None:
         return torch.device(device)
     if hardware is not None:
         return torch.device(hardware.device_type)
-    return torch.device("cpu") if own.type == "meta" else own
+    return torch.device("cpu") if model_device.type == "meta" else model_device
 
 
-def _order(segments: Sequence[StepSegment], units: Sequence[range], stands: dict[int, int]) -> list[StepSegment]:
-    """The segments of all units, from those of the units that stand for them."""
+def _all_layers(
+    segments: Sequence[StepSegment], units: Sequence[range], represented_by: dict[int, int]
+) -> list[StepSegment]:
+    """Return the segments of all layers in the order of a step, from those of the layers that represent them."""
     unit_of = {layer: i for i, unit in enumerate(units) for layer in unit}
-    found: list[StepSegment] = []
+    step: list[StepSegment] = []
     for phase in ("embed", "forward", "head", "backward"):
-        own = [segment for segment in segments if segment.phase == phase]
+        in_phase = [segment for segment in segments if segment.phase == phase]
         of_unit: dict[int, list[StepSegment]] = {}
-        for segment in own:
+        for segment in in_phase:
             if segment.layer is not None:
                 of_unit.setdefault(unit_of[segment.layer], []).append(segment)
-        around = [i for i, segment in enumerate(own) if segment.layer is not None]
-        first, last = (around[0], around[-1]) if around else (len(own), len(own))
-        found += own[:first]
-        order = range(len(units)) if phase == "forward" else reversed(range(len(units)))
-        for i in order:
-            # As those of the layers that they stand for.
-            ahead = units[i].start - units[stands[i]].start
-            found += [replace(each, layer=(each.layer or 0) + ahead) for each in of_unit.get(stands[i], [])]
-        found += own[last + 1 :]
-    return found
+        # Segments outside the layers come before the first layer's, or after the last one's.
+        in_layers = [i for i, segment in enumerate(in_phase) if segment.layer is not None]
+        first, last = (in_layers[0], in_layers[-1]) if in_layers else (len(in_phase), len(in_phase))
+        step += in_phase[:first]
+        for i in range(len(units)) if phase == "forward" else reversed(range(len(units))):
+            shift = units[i].start - units[represented_by[i]].start
+            step += [replace(each, layer=(each.layer or 0) + shift) for each in of_unit.get(represented_by[i], [])]
+        step += in_phase[last + 1 :]
+    return step

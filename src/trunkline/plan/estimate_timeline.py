@@ -1,4 +1,4 @@
-"""A rehearsed step as the record that a report draws, and what it is compared with: the same model without chunks."""
+"""Timelines of estimated steps, for reports: of a streamed step, and of the same step without chunks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from trunkline.plan.meta_model import MetaModel
 from trunkline.report.timeline import Phase, PhaseName, Timeline, clipped, thinned, within
 
 MOST_POINTS = 20_000  # of one tier's memory
-_UNBOUNDED = 2**62  # bytes: no logits are this large
+_UNLIMITED = 2**62  # bytes: more than any logits
 
 Capacity = Mapping[str, int | None]
 
 
-def timeline_of(rehearsal: Estimate, title: str, capacity: Capacity) -> Timeline:
-    """Return a rehearsed step as a timeline.
+def timeline_of(found: Estimate, title: str, capacity: Capacity) -> Timeline:
+    """Convert an estimate to a timeline.
 
     Args:
-        rehearsal: with a time and drawn: `estimate(..., hardware=..., timeline=True)`.
-        title: what was rehearsed, for people.
-        capacity: bytes of each tier; None where there is no limit. See `capacity_of`.
+        found: estimate with a time and a timeline: `estimate(..., hardware=..., timeline=True)`.
+        title: title for people.
+        capacity: bytes of each tier; None where it has no limit. See `capacity_of`.
 
     Raises:
-        ValueError: the rehearsal has no time, or was not drawn.
+        ValueError: the estimate has no time, or no timeline.
     """
-    step = rehearsal.step
+    step = found.step
     if step is None or not step.memory:
-        raise ValueError("this rehearsal has nothing to draw: call rehearse with hardware and with drawn=True.")
+        raise ValueError("this estimate has no timeline: call estimate() with hardware and with timeline=True.")
     memory = {tier: within(steps, step.seconds) for tier, steps in step.memory.items()}
     return Timeline(
         title=title,
@@ -41,12 +41,11 @@ def timeline_of(rehearsal: Estimate, title: str, capacity: Capacity) -> Timeline
         memory={tier: thinned(steps, step.seconds, MOST_POINTS) for tier, steps in memory.items()},
         capacity=dict(capacity),
         holders={
-            tier: {part: nbytes for part, nbytes in parts.items() if nbytes > 0}
-            for tier, parts in rehearsal.memory.items()
+            tier: {part: nbytes for part, nbytes in parts.items() if nbytes > 0} for tier, parts in found.memory.items()
         },
         lanes=clipped(step.lanes, step.seconds),
         exposed=dict(step.exposed),
-        moved=dict(rehearsal.moved),
+        moved=dict(found.moved),
         model_flops=step.model_flops,
         hardware_flops=step.hardware_flops,
         peak_flops=step.peak_flops,
@@ -64,43 +63,43 @@ def unchunked_timeline(
     capacity: Capacity | None = None,
     **arguments: Any,
 ) -> Timeline:
-    """Return the step without chunks: the whole sequence at once, each layer computed again in backward.
+    """Estimate a step with gradient checkpointing and without chunks, and return its timeline.
 
-    That is what gradient checkpointing does, with a loss whose logits exist as a whole.
+    The whole sequence is one chunk, backward recomputes each layer from its input, and the loss allocates all logits.
 
     Args:
-        model: as `estimate` takes it.
-        seq_len: likewise.
-        title: what is rehearsed, for people.
-        hardware: a profile, or the name of one.
-        capacity: bytes of each tier; None for those of the hardware.
-        arguments: others of `estimate`, such as batch_size, documents, degrees, spread, optimizer; no settings of
-            chunks and budgets.
+        model: model, as `estimate` takes it.
+        seq_len: tokens of a row.
+        title: title for people.
+        hardware: profile, or the name of one.
+        capacity: bytes of each tier; None for the hardware's.
+        arguments: other arguments of `estimate`, such as batch_size, documents, parallel_dims, sharding_spec and
+            optimizer; no settings of chunks and budgets.
 
     Raises:
-        ValueError: as `estimate`.
+        ValueError: as `estimate` does.
     """
-    machine = load(hardware) if isinstance(hardware, str) else hardware
-    rehearsal = estimate(
+    profile = load(hardware) if isinstance(hardware, str) else hardware
+    found = estimate(
         model,
         seq_len,
-        hardware=machine,
+        hardware=profile,
         timeline=True,
         chunk_size=seq_len,
         keep=(),
-        logits_budget=_UNBOUNDED,
+        logits_budget=_UNLIMITED,
         **arguments,
     )
-    assert rehearsal.step is not None
-    return timeline_of(rehearsal, title, capacity or capacity_of(machine, rehearsal.step.devices))
+    assert found.step is not None
+    return timeline_of(found, title, capacity or capacity_of(profile, found.step.devices))
 
 
 def capacity_of(hardware: Hardware, devices: int = 1) -> dict[str, int | None]:
-    """Return the bytes that one device has of each tier.
+    """Return the bytes of each tier for one device; None where the profile does not know them.
 
     Args:
-        hardware: a profile.
-        devices: that take part; those on one node share its host memory.
+        hardware: profile.
+        devices: devices of the step; those of a node share its host memory.
     """
     host = hardware.host_bytes
     sharing = min(devices, hardware.devices_per_node)

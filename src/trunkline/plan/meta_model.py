@@ -1,4 +1,4 @@
-"""A model without contents, made once for many rehearsals."""
+"""Model on the `meta` device, made once for many estimates."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from trunkline.hf.introspect import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
-    """A model on the `meta` device, known to be one that can be streamed.
+    """Model on the `meta` device that is known to be streamable.
 
     Attributes:
-        model: it.
-        decoder: in the pieces that sweeps need.
-        reaches: of each layer's attention.
-        device: where the model is that it was made of.
-        whole: the model as all ranks have it together, where this is one rank's part of its matrices.
+        model: the model; its tensors have shapes and dtypes, and no contents.
+        decoder: decoder over the model.
+        attention_spans: span that each layer's attention sees.
+        device: device of the model that it was made from.
+        full_model: the unsharded model, where `model` is one rank's tensor-parallel shard; else None.
     """
 
     model: PreTrainedModel
     decoder: HuggingFaceDecoder
     attention_spans: Sequence[AttentionSpan]
     device: torch.device
-    whole: PreTrainedModel | None = None
+    full_model: PreTrainedModel | None = None
 
     @staticmethod
     def from_model(model: PreTrainedModel) -> MetaModel:
-        """Of a model on any device, or a PEFT model around one; it is not changed.
+        """Copy a model, or the one inside a PEFT model, to the `meta` device; the original is not changed.
 
         Raises:
-            ValueError: it cannot be streamed.
+            UnsupportedModelError: a ValueError: the model cannot be streamed.
         """
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper around it
-        meta_model = _without_contents(base)
-        for config in (meta_model.config, meta_model.config.get_text_config()):
-            config.pad_token_id = None  # some models look for it among ids that have no contents
-        decoder = HuggingFaceDecoder(meta_model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        meta = _copy_to_meta(base)
+        for config in (meta.config, meta.config.get_text_config()):
+            config.pad_token_id = None  # some models search input_ids for it, and these ids have no contents
+        decoder = HuggingFaceDecoder(meta)
         try:
             probe.verify(decoder)
-            reaches = probe.attention_spans(decoder)
+            spans = probe.attention_spans(decoder)
         except (TypeError, RuntimeError, AttributeError) as error:
             raise UnsupportedModelError(
-                f"{type(base).__name__} does not run on tensors without contents ({error}), so it cannot be rehearsed."
+                f"{type(base).__name__} does not run on the meta device, so no step of it can be estimated: {error}"
             ) from error
-        return MetaModel(meta_model, decoder, reaches, model.device)
+        return MetaModel(meta, decoder, spans, model.device)
 
 
-def _without_contents(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy on the `meta` device, module by module: adapters, frozen and tied parameters are what they are."""
+def _copy_to_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model to the `meta` device with its adapters, and its frozen and tied parameters."""
     memo = {id(x): x.to("meta") for x in model.buffers()}
     parameters = {id(p): torch.nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-    meta_model = copy.deepcopy(model, {**memo, **parameters})
-    meta_model.__dict__.pop("forward", None)
-    return meta_model
+    meta = copy.deepcopy(model, {**memo, **parameters})
+    meta.__dict__.pop("forward", None)  # a streamed model's own forward
+    return meta

@@ -1,7 +1,7 @@
-"""The outputs of operators on tensors without contents, worked out once for each form of inputs.
+"""Cached shapes of operator outputs on the `meta` device.
 
-PyTorch works out what an operator gives on the `meta` device in Python, which takes up to a millisecond; a rehearsal
-calls the same few operators with the same few shapes over and over.
+PyTorch computes output shapes on `meta` in Python, in up to a millisecond an operator. A simulated step calls few
+distinct operators with few distinct shapes, many times each.
 """
 
 from __future__ import annotations
@@ -13,66 +13,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_TensorMeta = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, stride, dtype
 
 
 class MetaOutputCache:
-    """Calls operators; what they give on the `meta` device may come from memory."""
+    """Operator calls whose `meta` outputs are allocated from cached shapes, strides and dtypes.
+
+    A tensor with contents, and an output that aliases an input, always go through PyTorch.
+    """
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, _Kind] = {}
-        self._known: dict[Hashable, _Form | tuple[_Form, ...]] = {}
+        self._aliasing: dict[Any, _Aliasing] = {}
+        self._outputs: dict[Hashable, _TensorMeta | tuple[_TensorMeta, ...]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives."""
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind(func)
-        if kind.changes_first and isinstance(args[0], Tensor) and args[0].device.type == "meta":
+        """Call an operator overload, and return its outputs as new tensors."""
+        aliasing = self._aliasing.get(func)
+        if aliasing is None:
+            aliasing = self._aliasing[func] = _aliasing_of(func)
+        if aliasing.in_place and isinstance(args[0], Tensor) and args[0].device.type == "meta":
             return args[0]
-        if not kind.makes_new:
+        if not aliasing.all_new:
             return func(*args, **kwargs)
         try:
             key = func, _key(args), _key(tuple(kwargs.items()))
-            known = self._known.get(key)
-        except TypeError:  # it was given what has no form
+            cached = self._outputs.get(key)
+        except TypeError:  # an argument without a key: not hashable, or a tensor with contents
             return func(*args, **kwargs)
-        if known is None:
+        if cached is None:
             out = func(*args, **kwargs)
             outs = out if isinstance(out, tuple) else (out,)
-            if _share(outs, args):  # whatever its schema says (`_unsafe_view`)
-                self._kinds[func] = _Kind(makes_new=False, changes_first=False)
+            if _share_storage(outs, args):  # the schema of `_unsafe_view` claims a new tensor, and it is a view
+                self._aliasing[func] = _Aliasing(all_new=False, in_place=False)
             elif all(isinstance(x, Tensor) and x.device.type == "meta" and x.layout == torch.strided for x in outs):
-                forms = tuple((x.shape, x.stride(), x.dtype) for x in outs)
-                self._known[key] = forms if isinstance(out, tuple) else forms[0]
+                metas = tuple((x.shape, x.stride(), x.dtype) for x in outs)
+                self._outputs[key] = metas if isinstance(out, tuple) else metas[0]
             return out
-        if isinstance(known[0], torch.Size):
-            return _empty(known)
-        return tuple(_empty(form) for form in known)
+        if isinstance(cached[0], torch.Size):
+            return _empty(cached)
+        return tuple(_empty(meta) for meta in cached)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """Of an operator: whether all that it gives is new, or is its first argument, changed in place."""
+class _Aliasing:
+    """Aliasing of an operator: all outputs are new tensors, or the output is the first argument, changed in place."""
 
-    makes_new: bool
-    changes_first: bool
+    all_new: bool
+    in_place: bool
 
 
-def _kind(func: Any) -> _Kind:
+def _aliasing_of(func: Any) -> _Aliasing:
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     aliased = any(r.alias_info is not None for r in returns)
-    in_place = len(returns) == 1 and aliased and bool(written) and written[0] and not any(written[1:])
+    writes_first = len(returns) == 1 and aliased and bool(written) and written[0] and not any(written[1:])
     keeps_shape = torch.Tag.inplace_view not in func.tags and not func._schema.name.endswith("resize_")
-    is_method = in_place and func._schema.name.endswith("_") and keeps_shape
-    return _Kind(bool(returns) and not aliased and not any(written), is_method)
+    in_place = writes_first and func._schema.name.endswith("_") and keeps_shape
+    return _Aliasing(bool(returns) and not aliased and not any(written), in_place)
 
 
-def _share(outs: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
-    """Whether an output lies in the storage of an input."""
-    given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
-    return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in given for x in outs)
+def _share_storage(outs: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+    """Return whether an output uses the storage of an input."""
+    inputs = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+    return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in inputs for x in outs)
 
 
 def _key(values: tuple[Any, ...]) -> Hashable:
@@ -80,9 +83,10 @@ def _key(values: tuple[Any, ...]) -> Hashable:
 
 
 def _key_of(value: Any) -> Hashable:
+    """Return a cache key of an argument; numbers keep their type, since 2 and 2.0 give other dtypes."""
     if isinstance(value, Tensor):
         if value.device.type != "meta":
-            raise TypeError("contents decide")
+            raise TypeError("a tensor with contents has no key: the output's shape may depend on them")
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
         return _key(tuple(value))
@@ -90,6 +94,6 @@ def _key_of(value: Any) -> Hashable:
     return type(value), value
 
 
-def _empty(form: _Form) -> Tensor:
-    shape, stride, dtype = form
+def _empty(meta: _TensorMeta) -> Tensor:
+    shape, stride, dtype = meta
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state of one rank: what they take where, and what an optimizer step costs."""
+"""Model states of one rank (parameters, gradients, optimizer state): their bytes, and the time of an optimizer step."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from trunkline.plan.simulated_sharding import ShardingSpec
 
 @dataclass(frozen=True, slots=True)
 class AdamWSpec:
-    """The optimizer of `trunkline train`: two moments of every trained parameter.
+    """AdamW as `trunkline train` uses it: two moments of every trained parameter.
 
     Attributes:
-        fp32_master: it works on float32 copies of bfloat16 parameters, and collects gradients in float32.
+        fp32_master: update float32 master copies of bfloat16 parameters, and accumulate gradients in float32.
     """
 
     fp32_master: bool = True
 
     def state_dtype(self, parameter: Parameter) -> torch.dtype:
-        """In which the optimizer works on a parameter."""
+        """Return the dtype of a parameter's moments, and of its master copy."""
         master = self.fp32_master and parameter.dtype == torch.bfloat16
         return torch.float32 if master else parameter.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """Bytes of one rank.
+    """Bytes of one rank's model states.
 
     Attributes:
-        device: held on the device from step to step, by what it is.
-        host: in host memory.
+        device: bytes on the device from step to step, by label.
+        host: bytes in host memory from step to step, by label.
         updated: bytes that the optimizer step reads and writes.
-        step: bytes that it takes on the device beside all that, gradients among them.
+        step: bytes on the device that the optimizer step needs beside `device`, gradients included.
     """
 
     device: Counter[str]
@@ -47,60 +47,67 @@ class ModelStates:
     step: int
 
     def seconds(self, hardware: Hardware, *, offload: bool, devices: int = 1) -> float:
-        """Of an optimizer step, of so many devices at a time."""
+        """Return the seconds of an optimizer step, which memory bandwidth bounds.
+
+        Args:
+            hardware: profile.
+            offload: the step runs in host memory, whose bandwidth the devices of a node share.
+            devices: devices that run it at the same time.
+        """
         if offload:
             return self.updated * min(devices, hardware.devices_per_node) / hardware.host_bandwidth
         return self.updated / hardware.memory_rate("pointwise", max(self.updated, 1))
 
 
 def loading_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: int) -> int:
-    """Host memory in which each rank builds a model whose parameters will be cut; 0 for one that is built in its place.
+    """Return the host memory in which each process builds the whole model before sharding; 0 without sharding.
 
     Args:
-        model: whole.
-        sharding_spec: how it will be spread over ranks.
-        ranks: that it is spread over.
-        tp: ranks that its matrices are cut for.
+        model: unsharded model.
+        sharding_spec: sharding of its parameters.
+        ranks: ranks that parameters are sharded over.
+        tp: tensor-parallel ranks.
     """
-    is_cut = sharding_spec.cuts(ranks)
-    if not is_cut and tp == 1:
+    is_sharded = sharding_spec.is_sharded(ranks)
+    if not is_sharded and tp == 1:
         return 0
-    return sum(p.numel() * ((is_cut and sharding_spec.dtype) or p.dtype).itemsize for p in model.parameters())
+    return sum(p.numel() * ((is_sharded and sharding_spec.dtype) or p.dtype).itemsize for p in model.parameters())
 
 
 def model_states_of(
     model: nn.Module, sharding_spec: ShardingSpec, ranks: int, optimizer: AdamWSpec | None, *, micro_batches: int = 1
 ) -> ModelStates:
-    """What one rank holds.
+    """Compute the model states of one rank.
 
     Args:
-        model: whole.
-        sharding_spec: how it is spread over ranks.
-        ranks: that it is spread over.
-        optimizer: of its trained parameters; None for none.
-        micro_batches: of a step: with more than one, gradients of earlier ones are held through the last.
+        model: unsharded model.
+        sharding_spec: sharding of its parameters.
+        ranks: ranks that parameters are sharded over.
+        optimizer: optimizer of the trained parameters; None for none.
+        micro_batches: micro-batches of a step; with more than one, accumulated gradients stay on the device through
+            the last.
     """
-    is_cut = sharding_spec.cuts(ranks)
-    cut = ranks if is_cut else 1
-    offload = sharding_spec.offload and is_cut
-    weights = moments = masters = updated = step = earlier = 0
+    is_sharded = sharding_spec.is_sharded(ranks)
+    shards = ranks if is_sharded else 1
+    offload = sharding_spec.offload and is_sharded
+    parameters = optimizer_state = updated = step = accumulated = 0
     for parameter in model.parameters():
-        count = -(-local(parameter).numel() // cut)
-        resting = (sharding_spec.dtype if is_cut and sharding_spec.dtype is not None else parameter.dtype).itemsize
-        weights += count * resting
+        numel = -(-local(parameter).numel() // shards)
+        itemsize = ((is_sharded and sharding_spec.dtype) or parameter.dtype).itemsize
+        parameters += numel * itemsize
         if optimizer is None or not parameter.requires_grad:
             continue
-        size = max(optimizer.state_dtype(parameter).itemsize, resting)
-        moments += 2 * count * size
-        if size != resting:
-            masters += count * size
-        step += count * size
-        # Over ranks they wait to be reduced together, whole on each and in float32.
-        earlier += local(parameter).numel() * 4 if ranks > 1 else count * size
-        # Gradient and parameter are read, both moments read and written, the parameter written; its image, too.
-        updated += count * (8 * size + (resting if size != resting else 0))
-    held = Counter({"parameters": weights, "optimizer": moments + masters})
+        size = max(optimizer.state_dtype(parameter).itemsize, itemsize)
+        has_master = size != itemsize
+        optimizer_state += numel * size * (3 if has_master else 2)  # two moments, and the master copy
+        step += numel * size
+        # Over ranks, gradients of earlier micro-batches wait unsharded and in float32, to be reduced once.
+        accumulated += local(parameter).numel() * 4 if ranks > 1 else numel * size
+        # Gradient and parameter are read, both moments read and written, the parameter written: 8 accesses. A master
+        # copy is also written back to its bfloat16 parameter.
+        updated += numel * (8 * size + (itemsize if has_master else 0))
+    held = Counter({"parameters": parameters, "optimizer": optimizer_state})
     if micro_batches > 1:
-        held["gradients of earlier micro-batches"] = 0 if offload else earlier
-    held += Counter()  # nothing that is zero
+        held["gradients of earlier micro-batches"] = 0 if offload else accumulated
+    held = +held  # without zeros
     return ModelStates(Counter() if offload else held, held if offload else Counter(), updated, 0 if offload else step)

@@ -1,4 +1,4 @@
-"""Every operator of a rehearsal, seen as it is called: what it costs in time, and what it leaves in memory."""
+"""Dispatch mode of a simulated step: traces every operator for its time and its memory."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from trunkline.attention.meta_kernel import KernelCall, watcher
 from trunkline.offload.lanes.sim_clock import SimClock
-from trunkline.plan.cost_model import CostModel
+from trunkline.plan.cost_model import CostModel, OperatorCost
 from trunkline.plan.device_memory import DeviceMemory
 from trunkline.plan.meta_output_cache import MetaOutputCache
 from trunkline.plan.simulated_ranks import CollectiveLink
-from trunkline.plan.simulated_tp import sent_by
+from trunkline.plan.simulated_tp import bytes_sent
 
 
 class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has a clock go on with every operator on tensors without contents, and a memory see what it makes.
+    """Traces operators on `meta` tensors: advances a clock by their cost, and tracks the memory of their outputs.
 
     Args:
-        costs: of operators; None for a machine on which everything is over at once.
-        clock: that goes on.
-        memory: that sees.
-        tensors: of the ranks that share matrices; None where they are whole.
+        cost_model: cost of each operator; None for operators that take no time.
+        clock: clock to advance.
+        memory: memory that the outputs are allocated in.
+        tp_link: link of the tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
-        flops: of all operators so far.
-        operators: that the host has issued so far.
+        flops: FLOPs of all operators so far.
+        operators: operators that the host has issued so far.
     """
 
     def __init__(
-        self, costs: CostModel | None, clock: SimClock, memory: DeviceMemory, tensors: CollectiveLink | None = None
+        self, cost_model: CostModel | None, clock: SimClock, memory: DeviceMemory, tp_link: CollectiveLink | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._costs, self._clock, self._memory = costs, clock, memory
-        self._forms = MetaOutputCache()
-        self._tensors = tensors
+        self._cost_model, self._clock, self._memory, self._tp_link = cost_model, clock, memory, tp_link
+        self._outputs = MetaOutputCache()
         self.flops = 0
         self.operators = 0
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchDispatchMode`."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the operators on its local part come here, too
+            return NotImplemented  # DTensor calls the same operator on its local part, which comes here
         kwargs = kwargs or {}
-        if self._tensors is not None and (nbytes := sent_by(func, args, self._tensors.size)) is not None:
+        if self._tp_link is not None and (nbytes := bytes_sent(func, args, self._tp_link.size)) is not None:
             out = func(*args, **kwargs)
-            self._tensors.wait(self._tensors.send(nbytes, "tensors"))
+            self._tp_link.wait(self._tp_link.send(nbytes, "tensors"))
             return out
-        out = self._forms.call(func, args, kwargs)
+        out = self._outputs.call(func, args, kwargs)
         made = [x for x in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(x, Tensor)]
         if not any(x.device.type == "meta" for x in made):
             return out
-        self._memory.see(made)
-        if self._costs is not None:
+        self._memory.track(made)
+        if self._cost_model is not None:
+            # The host issues before the device starts: with a slow host the device waits for it.
             self._issue()
-            cost = self._costs.operator_cost(func, args, kwargs, out)
-            if cost.seconds:
-                self.flops += cost.flops
-                self._clock.run(cost.seconds)
+            self._run(self._cost_model.operator_cost(func, args, kwargs, out))
         return out
 
     def _issue(self) -> None:
         self.operators += 1
         self._clock.issue()
 
-    def _attended(self, call: KernelCall) -> None:
-        if self._costs is not None:
-            self._issue()
-            cost = self._costs.attention_cost(call)
-            self.flops += cost.flops
+    def _run(self, cost: OperatorCost) -> None:
+        self.flops += cost.flops
+        if cost.seconds:
             self._clock.run(cost.seconds)
 
+    def _attention(self, call: KernelCall) -> None:
+        if self._cost_model is not None:
+            self._issue()
+            self._run(self._cost_model.attention_cost(call))
+
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """For as long as this lasts."""
-        token = watcher.set(self._attended)
+    def tracing(self) -> Iterator[None]:
+        """Trace operators, and calls of the meta attention kernel, inside the context."""
+        token = watcher.set(self._attention)
         try:
             with self:
                 yield

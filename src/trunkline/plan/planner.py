@@ -1,7 +1,7 @@
-"""Plans: the settings with which a step fits a machine and is fastest, found by rehearsing.
+"""Planner: finds the settings with which a step fits a cluster and is fastest.
 
-What fits is a matter of bytes alone, and decided by the same placement that a step uses; how long a step takes is
-rehearsed, for the few choices that are worth it.
+Whether a candidate fits is decided by bytes alone, with the placement that a step uses. The time of a step is
+simulated, for the few candidates that may be fastest.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trunkline.config import StreamConfig
+from trunkline.config import StreamConfig, declared_settings
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan import simulated_tp
 from trunkline.plan.estimate import Estimate, Estimator, estimate
 from trunkline.plan.estimate_timeline import capacity_of, timeline_of, unchunked_timeline
 from trunkline.plan.meta_model import MetaModel
@@ -25,56 +24,66 @@ from trunkline.plan.search_space import (
     TrainingJob,
     chunk_sizes,
     keep_options,
-    longer,
     meshes,
     sharding_specs,
 )
 from trunkline.plan.simulated_sharding import ShardingSpec
+from trunkline.plan.simulated_tp import tp_shard
 from trunkline.report.timeline import Timeline
 from trunkline.units import format_bytes
 
-Told = Callable[[str], None]
-_EXPOSED = 0.03  # share of a step from which a leaner choice, which moves less, is worth a rehearsal
-_CHOSEN = ("chunk_size", "keep", "checkpoint_every", "device_budget", "host_budget", "offload_dir", "disk_budget")
-_SIZES = 3  # of chunks that are rehearsed, the largest that fit
-_PROBE = 2  # chunks of the step that shows what a device holds beside the stores
+_EXPOSED = 0.03  # share of a step that waits for lanes, from which candidates that keep less are simulated, too
+_SIMULATED_SIZES = 3  # chunk sizes that are simulated, the largest that fit
+_PROBE_CHUNKS = 2  # chunks of the short step that shows the device memory outside the stores
+# Budgets and folders: settings of the group memory that a user may leave unset.
+_NO_BUDGETS = {s.name: None for s in declared_settings() if s.setting.group == "memory" and s.default is None}
 
 
-class DoesNotFit(ValueError):  # noqa: N818 - it is told to users as the ValueError that it is
-    """No choice fits; the text says what is missing where, and what would mend it."""
+class DoesNotFit(ValueError):  # noqa: N818 - users see it as a ValueError
+    """No candidate fits; the text reports the shortfall of a tier, and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreBudgets:
-    """What a choice leaves to the engine's stores on each rank, in bytes.
+    """Bytes that a candidate leaves to the engine's activation stores on each rank.
 
     Attributes:
-        device: budget; negative where even an empty store does not fit.
-        host: budget.
-        disk: budget.
-        beyond: most that the device holds beside the stores.
-        static: of these, what it holds from step to step: parameters and optimizer.
+        device: budget on the device; negative where even empty stores do not fit.
+        host: budget in host memory.
+        disk: budget on disk.
+        outside_stores: most bytes on the device outside the stores.
+        model_states: the part of these that is held from step to step: parameters and optimizer state.
     """
 
     device: int
     host: int
     disk: int
-    beyond: int
-    static: int
+    outside_stores: int
+    model_states: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Budgets as settings of `trunkline.stream`; the folder for the scratch file is never written to."""
+        return {
+            "device_budget": self.device,
+            "host_budget": self.host or None,
+            "offload_dir": "." if self.disk else None,
+            "disk_budget": self.disk or None,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice that fits, and its step.
+    """Candidate that fits, and the estimate of its step.
 
     Attributes:
-        task: what is trained.
-        machine: on what.
-        choice: how.
-        room: of the stores.
-        rehearsal: of a step.
-        model: whole, without contents.
-        others: choices that were rehearsed, too, with the seconds of their steps.
+        job: step that is planned.
+        cluster: machines.
+        candidate: chosen settings.
+        budgets: bytes for the stores.
+        estimate: estimate of a step.
+        model: model on the `meta` device, unsharded.
+        alternatives: other candidates that were simulated, with the seconds of their steps.
     """
 
     job: TrainingJob
@@ -87,336 +96,291 @@ class Plan:
 
     @property
     def loading(self) -> int:
-        """Host memory in which each rank builds the model before its parameters are cut; 0 where they are not."""
-        parallel_dims = self.candidate.parallel_dims
-        ranks = parallel_dims.dp * parallel_dims.sp * parallel_dims.cp
-        return loading_bytes(self.model, self.candidate.sharding_spec, ranks, parallel_dims.tp)
+        """Host memory in which each process builds the whole model before sharding; 0 without sharding."""
+        dims = self.candidate.parallel_dims
+        return loading_bytes(self.model, self.candidate.sharding_spec, dims.fsdp_size, dims.tp)
 
     @property
     def excess(self) -> int:
-        """Bytes of the rehearsed peak that the device has no room for; negative where some is left."""
-        return sum(self.estimate.memory["device"].values()) - self.cluster.usable_device_bytes
+        """Bytes by which the estimated peak exceeds the device's usable memory; negative where some is left."""
+        return sum(self.estimate.memory["device"].values()) - self.cluster.usable_bytes["device"]
 
     def gpu_hours(self, tokens: int) -> float:
-        """Device hours that a run of so many tokens takes."""
+        """Return the device hours of a run over so many tokens."""
         assert self.estimate.step is not None
         return tokens / self.estimate.step.tokens_per_second / 3600
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Those of `trunkline.stream` on each rank, budgets included; `disk` is left to the user."""
-        budgets = {f"{tier}_budget": nbytes for tier, nbytes in self.estimate.reserved.items() if nbytes}
-        return {**self.job.fixed, **self.candidate.settings, "device_budget": self.budgets.device, **budgets}
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Settings by group (`streaming`, `memory`, `ranks`), fixed ones included; a scratch folder is the user's."""
+        reserved = {f"{tier}_budget": nbytes for tier, nbytes in self.estimate.reserved.items() if nbytes}
+        fixed = {name: v for name, v in self.job.fixed.items() if name not in _NO_BUDGETS or name == "offload_dir"}
+        chosen = {**fixed, **self.candidate.streaming, "device_budget": self.budgets.device, **reserved}
+        groups: dict[str, dict[str, Any]] = {"streaming": {}, "memory": {}, "ranks": self.candidate.ranks}
+        for declared in declared_settings():
+            if declared.name in chosen:
+                groups[declared.setting.group][declared.name] = chosen[declared.name]
+        return groups
 
 
 class Planner:
-    """Plans for one model on one machine.
+    """Plans for one model on one cluster.
 
     Args:
-        model: what is trained, on any device.
-        machine: on what.
-        tell: told what is tried.
+        model: model to train, on any device.
+        cluster: machines.
+        tell: called with a line about each candidate that was simulated.
     """
 
-    def __init__(self, model: Any, cluster: Cluster, tell: Told = lambda _: None) -> None:
-        self._meta_model = self._whole = model if isinstance(model, MetaModel) else MetaModel.from_model(model)
+    def __init__(self, model: Any, cluster: Cluster, tell: Callable[[str], None] = lambda _: None) -> None:
+        self._full = model if isinstance(model, MetaModel) else MetaModel.from_model(model)
+        self._local = self._full  # as one rank has it: a shard with tensor parallelism
         self._cluster, self._tell = cluster, tell
-        self._num_heads = heads_of(self._meta_model.model)[0]
+        self._num_heads = heads_of(self._full.model)[0]
         self._budgets: dict[tuple[Any, ...], StoreBudgets] = {}
 
     @property
     def model(self) -> Any:
-        """The model, whole and without contents."""
-        return self._whole.model
+        """Model on the `meta` device, unsharded."""
+        return self._full.model
 
     def best(self, job: TrainingJob) -> Plan:
-        """The fastest of the choices that fit and are worth a rehearsal.
+        """Return the fastest plan among the candidates that were simulated.
 
         Raises:
-            DoesNotFit: none fits.
+            DoesNotFit: no candidate fits.
         """
-        self._check_degrees(job)
-        with self._cut(job):
-            return self._best(job)
-
-    def _best(self, job: TrainingJob) -> Plan:
-        tried: list[tuple[Plan, float]] = []
-        for parallel_dims in meshes(job, self._cluster, self._num_heads):
-            found = self._best_on(job, parallel_dims)
-            tried += found
-            if found and parallel_dims.sp * parallel_dims.cp == 1:
-                break  # replicas that fit on a device each exchange least
-        if not tried:
-            raise DoesNotFit(self.why_not(job))
-        best = min(tried, key=lambda each: each[1])[0]
-        alternatives = tuple((plan.candidate, seconds) for plan, seconds in tried if plan is not best)
-        return replace(best, alternatives=alternatives)
+        with self._on_rank(job):
+            simulated: list[tuple[Plan, float]] = []
+            for dims in meshes(job, self._cluster, self._num_heads):
+                on_mesh = self._simulate_mesh(job, dims)
+                simulated += on_mesh
+                if on_mesh and dims.sp * dims.cp == 1:
+                    break  # replicas that fit on a device each communicate least
+            if not simulated:
+                raise DoesNotFit(self.why_not(job))
+        best = min(simulated, key=lambda pair: pair[1])[0]
+        return replace(best, alternatives=tuple((p.candidate, seconds) for p, seconds in simulated if p is not best))
 
     def longest(self, job: TrainingJob, *, timed: bool = True) -> Plan:
-        """The longest context that any choice fits, with the fastest such choice.
+        """Return a plan for the longest context that any candidate fits, with the fastest candidate that does.
 
         Args:
-            job: its context is where the search begins.
-            timed: rehearse a step of it; else the plan's rehearsal has no time.
+            job: job whose context is replaced.
+            timed: simulate its time; else the plan's estimate has no time.
 
         Raises:
-            DoesNotFit: not even a thousand tokens do.
+            DoesNotFit: not even a thousand tokens fit.
         """
-        self._check_degrees(job)
-        with self._cut(job):
-            return self._longest(job, timed=timed)
-
-    def _longest(self, job: TrainingJob, *, timed: bool) -> Plan:
-        best: tuple[int, Candidate] | None = None
-        for parallel_dims in meshes(job, self._cluster, self._num_heads, one_sequence=True):
-            for sharding_spec in sharding_specs(job, parallel_dims):
-                for keep, every in keep_options(job, self._meta_model.decoder.num_layers):
-                    found = self._longest_of(
-                        job, parallel_dims, sharding_spec, keep, every, over=best[0] if best else 0
-                    )
-                    if found is not None:
-                        best = found
-                        self._tell(f"{best[0]:,} tokens with {best[1]}")
-        if best is None:
-            raise DoesNotFit(self.why_not(longer(job, 1_024)))
-        length, candidate = best
-        while True:
-            plan = self._plan(longer(job, length), candidate, timed=timed)
-            if plan.excess <= 0 or length < 2_048:
-                return plan
-            # What a device holds beside the stores was more than the probe of a short step showed.
-            length = length * 15 // 16 // 1_024 * 1_024
-
-    @contextlib.contextmanager
-    def _cut(self, job: TrainingJob) -> Iterator[None]:
-        """Have the model as one rank has it, where matrices are cut."""
-        with simulated_tp.cut(
-            self._whole, 1 if job.parallel_dims is None else job.parallel_dims.tp
-        ) as self._meta_model:
-            try:
-                yield
-            finally:
-                self._meta_model = self._whole
-
-    def _check_degrees(self, job: TrainingJob) -> None:
-        if job.parallel_dims is not None:
-            job.parallel_dims.check_world(self._cluster.devices)
+        with self._on_rank(job):
+            best: tuple[int, Candidate] | None = None
+            for dims in meshes(job, self._cluster, self._num_heads, one_sequence=True):
+                for spec in sharding_specs(job, dims):
+                    for keep, every in keep_options(job, self._local.decoder.num_layers):
+                        longer = self._longest_of(job, Candidate(dims, spec, 0, keep, every), best[0] if best else 0)
+                        if longer is not None:
+                            best = longer
+                            self._tell(f"{best[0]:,} tokens with {best[1]}")
+            if best is None:
+                raise DoesNotFit(self.why_not(replace(job, context=1_024)))
+            length, candidate = best
+            while True:
+                plan = self._plan(replace(job, context=length), candidate, timed=timed)
+                if plan.excess <= 0 or length < 2_048:
+                    return plan
+                # The full step holds more outside the stores than the short step showed: shorten it.
+                length = length * 15 // 16 // 1_024 * 1_024
 
     def timelines(self, plan: Plan, title: str) -> tuple[Timeline, Timeline]:
-        """A plan's step over time, and the same step without chunks and budgets.
+        """Return the timeline of a plan's step, and of the same step without chunks and budgets.
 
         Args:
-            plan: of this planner.
-            title: what is planned, for people.
+            plan: plan of this planner.
+            title: title for people.
         """
         job, candidate, hardware = plan.job, plan.candidate, self._cluster.hardware
-        common: dict[str, Any] = {
-            "batch_size": max(job.batch_size // candidate.parallel_dims.dp, 1),
-            "parallel_dims": candidate.parallel_dims,
-            "sharding_spec": candidate.sharding_spec, "optimizer": job.optimizer, "micro_batches": job.micro_batches,
-        }  # fmt: skip
-        capacity = capacity_of(hardware, self._cluster.devices)
-        with self._cut(job):
-            settings = self._arguments(job, candidate, timed=True)["settings"]
-            step = estimate(self._meta_model, job.context, hardware=hardware, timeline=True, **common, **settings)
-            whole = unchunked_timeline(
-                self._meta_model, job.context, title=f"{title}, unchunked", hardware=hardware, **common
-            )
-        return timeline_of(step, title, capacity), whole
+        with self._on_rank(job):
+            common = {**self._estimate_arguments(job, candidate), "hardware": hardware}
+            settings = self._settings(job, candidate)
+            step = estimate(self._local, job.context, timeline=True, **common, **settings)
+            unchunked = unchunked_timeline(self._local, job.context, title=f"{title}, unchunked", **common)
+        return timeline_of(step, title, capacity_of(hardware, self._cluster.devices)), unchunked
 
     def why_not(self, job: TrainingJob) -> str:
-        """Why nothing fits: what the leanest choice lacks."""
-        parallel_dims = list(meshes(job, self._cluster, self._num_heads))[-1]
-        sharding_spec = list(sharding_specs(job, parallel_dims))[-1]
-        keep, every = list(keep_options(job, self._meta_model.decoder.num_layers))[-1]
+        """Return the shortfall of the candidate that needs the least memory, and how to fix it."""
+        dims = list(meshes(job, self._cluster, self._num_heads))[-1]
+        spec = list(sharding_specs(job, dims))[-1]
+        keep, every = list(keep_options(job, self._local.decoder.num_layers))[-1]
         chunk = chunk_sizes(job, self._cluster.hardware)[-1]
-        return self._lack(job, Candidate(parallel_dims, sharding_spec, chunk, keep, every)) or "it fits."
+        return self._shortfall(job, Candidate(dims, spec, chunk, keep, every)) or "it fits."
 
     def budgets(self, job: TrainingJob, candidate: Candidate) -> StoreBudgets:
-        """What a choice leaves to the engine's stores."""
-        key = self._key(job, candidate)
+        """Return the bytes that a candidate leaves to the stores, found by simulating a short step."""
+        key = self._budgets_key(job, candidate)
         if key not in self._budgets:
-            probe = estimate(
-                self._meta_model,
-                _PROBE * candidate.chunk_size,
-                batch_size=max(job.batch_size // candidate.parallel_dims.dp, 1),
-                device=self._cluster.hardware.device_type,
-                parallel_dims=candidate.parallel_dims,
-                sharding_spec=candidate.sharding_spec,
-                optimizer=job.optimizer,
-                micro_batches=job.micro_batches,
-                chunk_size=candidate.chunk_size,
-                **_other(job),
-            )
-            ranks = candidate.parallel_dims.dp * candidate.parallel_dims.sp * candidate.parallel_dims.cp
+            arguments = self._estimate_arguments(job, candidate)
+            settings = {
+                **job.fixed,
+                **_NO_BUDGETS,
+                **replace(candidate, keep=("attention",), checkpoint_every=1).streaming,
+            }
+            probe = estimate(self._local, _PROBE_CHUNKS * candidate.chunk_size, **arguments, **settings)
             states = model_states_of(
-                self._meta_model.model, candidate.sharding_spec, ranks, job.optimizer, micro_batches=job.micro_batches
-            )
-            static = states.device.total()
-            # The optimizer's own step needs room beside what is held, too, when no store is there any more.
-            beyond = max(probe.beyond_stores, static + states.step)
+                self._local.model, candidate.sharding_spec, candidate.parallel_dims.fsdp_size, job.optimizer,
+                micro_batches=job.micro_batches,
+            )  # fmt: skip
+            held = states.device.total()
+            # The optimizer step runs when the stores are empty, and may need more than the sweeps do.
+            outside = max(probe.outside_stores, held + states.step)
+            usable = self._cluster.usable_bytes
             device, host, disk = StreamConfig(**job.fixed).budgets
             self._budgets[key] = StoreBudgets(
-                _least(self._cluster.usable_device_bytes - beyond, device),
-                _least(max(self._cluster.usable_host_bytes - sum(probe.memory["host"].values()), 0), host),
-                _least(self._cluster.usable_disk_bytes, disk), beyond, static,
-            )  # fmt: skip
+                _least(usable["device"] - outside, device),
+                _least(max(usable["host"] - sum(probe.memory["host"].values()), 0), host),
+                _least(usable["disk"], disk),
+                outside,
+                held,
+            )
         return self._budgets[key]
 
     @staticmethod
-    def _key(job: TrainingJob, candidate: Candidate) -> tuple[Any, ...]:
-        given = repr((job.optimizer, sorted(job.fixed.items())))
-        return (
-            candidate.parallel_dims,
-            candidate.sharding_spec,
-            candidate.chunk_size,
-            job.batch_size // candidate.parallel_dims.dp,
-            given,
-        )
+    def _budgets_key(job: TrainingJob, candidate: Candidate) -> tuple[Any, ...]:
+        # Neither keep nor the context changes what lies outside the stores.
+        fixed = repr((job.optimizer, sorted(job.fixed.items())))
+        rows = job.batch_size // candidate.parallel_dims.dp
+        return candidate.parallel_dims, candidate.sharding_spec, candidate.chunk_size, rows, fixed
 
-    # -- what fits -----------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def _on_rank(self, job: TrainingJob) -> Iterator[None]:
+        """Use one rank's tensor-parallel shard of the model inside the context."""
+        if job.parallel_dims is not None:
+            job.parallel_dims.check_world(self._cluster.devices)
+        with tp_shard(self._full, 1 if job.parallel_dims is None else job.parallel_dims.tp) as self._local:
+            try:
+                yield
+            finally:
+                self._local = self._full
 
-    def _lack(self, job: TrainingJob, candidate: Candidate) -> str | None:
-        """Why a choice does not fit; None where it does."""
-        cluster, budgets = self._cluster, self.budgets(job, candidate)
+    # -- whether a candidate fits --------------------------------------------------------------------------------------
+
+    def _shortfall(self, job: TrainingJob, candidate: Candidate) -> str | None:
+        """Return why a candidate does not fit, and how to fix it; None where it fits."""
+        usable, budgets = self._cluster.usable_bytes, self.budgets(job, candidate)
         if budgets.device <= 0:
-            per = "each device" if cluster.devices > 1 else "the device"
+            each = "each device" if self._cluster.devices > 1 else "the device"
             return (
-                f"{per} has {format_bytes(cluster.usable_device_bytes)} that can be used, and needs "
-                f"{format_bytes(budgets.beyond)} before anything is kept ({format_bytes(budgets.static)} "
-                f"for parameters and optimizer, the rest for a "
-                f"chunk's own computation and gradients), {format_bytes(-budgets.device)} too much with "
-                f"{candidate}: more devices, a device with more memory, ranks.offload, or a smaller "
-                "chunk_size would mend it."
+                f"{each} has {format_bytes(usable['device'])} of usable memory, and needs "
+                f"{format_bytes(budgets.outside_stores)} before anything is kept ({format_bytes(budgets.model_states)} for "
+                "parameters and optimizer, the rest for gradients and the computation of a chunk): "
+                f"{format_bytes(-budgets.device)} too much with {candidate}. Use more devices, a device with more memory, "
+                "ranks.offload, or a smaller chunk_size."
             )
-        if cluster.usable_host_bytes and budgets.host <= 0:
+        if usable["host"] and budgets.host <= 0:
             return (
-                f"host memory has {format_bytes(cluster.usable_host_bytes)} for each device, and parameters and "
-                "optimizer take all of it (offload): a node with more memory would mend it."
+                f"host memory has {format_bytes(usable['host'])} for each device, and parameters and optimizer take all of "
+                "it (offload). Use a node with more memory."
             )
         try:
-            self._rehearsing(job, candidate).placed()
+            self._estimator(job, candidate).place_stores()
         except ValueError as error:
             return f"{error} ({candidate})"
         return None
 
-    def _rehearsing(self, job: TrainingJob, candidate: Candidate, *, timed: bool = False) -> Estimator:
-        return Estimator(self._meta_model, job.context, max(job.batch_size // candidate.parallel_dims.dp, 1), None,
-                          timeline=False, **self._arguments(job, candidate, timed=timed))  # fmt: skip
-
-    def _arguments(self, job: TrainingJob, candidate: Candidate, *, timed: bool) -> dict[str, Any]:
-        budgets, hardware = self.budgets(job, candidate), self._cluster.hardware
-        settings: dict[str, Any] = {**_other(job), **candidate.settings, "device_budget": budgets.device}
-        if budgets.host:
-            settings["host_budget"] = budgets.host
-        if budgets.disk:
-            settings |= {"offload_dir": ".", "disk_budget": budgets.disk}
+    def _estimate_arguments(self, job: TrainingJob, candidate: Candidate) -> dict[str, Any]:
         return {
-            "device": hardware.device_type,
-            "hardware": hardware if timed else None,
-            "parallel_dims": candidate.parallel_dims,
-            "sharding_spec": candidate.sharding_spec,
-            "settings": settings,
-        }
+            "batch_size": job.rows(candidate.parallel_dims), "device": self._cluster.hardware.device_type,
+            "parallel_dims": candidate.parallel_dims, "sharding_spec": candidate.sharding_spec,
+            "optimizer": job.optimizer, "micro_batches": job.micro_batches,
+        }  # fmt: skip
 
-    # -- searching -----------------------------------------------------------------------------------------------------
+    def _settings(self, job: TrainingJob, candidate: Candidate) -> dict[str, Any]:
+        return {**job.fixed, **candidate.streaming, **self.budgets(job, candidate).settings}
 
-    def _best_on(self, job: TrainingJob, parallel_dims: ParallelDims) -> list[tuple[Plan, float]]:
-        """Choices on a mesh that were worth a rehearsal, with the seconds of their steps."""
-        found: list[tuple[Plan, float]] = []
-        for sharding_spec in sharding_specs(job, parallel_dims):
-            fitting = list(self._fitting(job, parallel_dims, sharding_spec))
-            if not fitting:
-                continue
-            keeps = list(dict.fromkeys((candidate.keep, candidate.checkpoint_every) for candidate in fitting))
-            for keep, every in keeps:
-                sizes = [c for c in fitting if (c.keep, c.checkpoint_every) == (keep, every)]
-                before = min((seconds for _, seconds in found), default=float("inf"))
-                timed = (each for candidate in sizes if (each := self._timed(job, candidate)) is not None)
-                found += itertools.islice(timed, _SIZES)
-                if not found:
+    def _estimator(self, job: TrainingJob, candidate: Candidate, *, timed: bool = False) -> Estimator:
+        return Estimator(
+            self._local, job.context, hardware=self._cluster.hardware if timed else None,
+            settings=self._settings(job, candidate), **self._estimate_arguments(job, candidate),
+        )  # fmt: skip
+
+    # -- search --------------------------------------------------------------------------------------------------------
+
+    def _simulate_mesh(self, job: TrainingJob, dims: ParallelDims) -> list[tuple[Plan, float]]:
+        """Return plans of the candidates on a mesh that may be fastest, with the seconds of their steps."""
+        simulated: list[tuple[Plan, float]] = []
+        for spec in sharding_specs(job, dims):
+            fitting: dict[tuple[tuple[str, ...], int], list[Candidate]] = {}
+            for candidate in self._fitting(job, dims, spec):
+                fitting.setdefault((candidate.keep, candidate.checkpoint_every), []).append(candidate)
+            for candidates in fitting.values():
+                before = min((seconds for _, seconds in simulated), default=float("inf"))
+                timed = (pair for candidate in candidates if (pair := self._timed(job, candidate)) is not None)
+                simulated += itertools.islice(timed, _SIMULATED_SIZES)
+                if not simulated:
                     continue
-                plan, seconds = min(found, key=lambda each: each[1])
+                plan, seconds = min(simulated, key=lambda pair: pair[1])
                 assert plan.estimate.step is not None
-                waits = sum(plan.estimate.step.exposed.values()) / seconds
-                if waits < _EXPOSED or seconds >= before:
-                    break  # a leaner choice computes more, and there is nothing it could save
-            if found:
-                break  # what is spread further exchanges more
-        return found
+                exposed = sum(plan.estimate.step.exposed.values()) / seconds
+                if exposed < _EXPOSED or seconds >= before:
+                    break  # to keep less means to recompute more, and there is no waiting left that it could save
+            if simulated:
+                break  # parameters that are sharded further communicate more
+        return simulated
 
-    def _fitting(
-        self, job: TrainingJob, parallel_dims: ParallelDims, sharding_spec: ShardingSpec
-    ) -> Iterator[Candidate]:
-        for keep, every in keep_options(job, self._meta_model.decoder.num_layers):
+    def _fitting(self, job: TrainingJob, dims: ParallelDims, spec: ShardingSpec) -> Iterator[Candidate]:
+        for keep, every in keep_options(job, self._local.decoder.num_layers):
             for chunk in chunk_sizes(job, self._cluster.hardware):
-                candidate = Candidate(parallel_dims, sharding_spec, chunk, keep, every)
-                if self._lack(job, candidate) is None:
+                candidate = Candidate(dims, spec, chunk, keep, every)
+                if self._shortfall(job, candidate) is None:
                     yield candidate
 
     def _timed(self, job: TrainingJob, candidate: Candidate) -> tuple[Plan, float] | None:
-        """A step; None where it turns out not to fit."""
-        while self._lack(job, candidate) is None:
+        """Return the plan of a candidate and the seconds of its step; None if the full step turns out not to fit."""
+        while self._shortfall(job, candidate) is None:
             plan = self._plan(job, candidate, timed=True)
             assert plan.estimate.step is not None
             self._tell(f"{candidate}: {plan.estimate.step.seconds:,.4g} s a step")
             if plan.excess <= 0:
                 return plan, plan.estimate.step.seconds
-            # What a device holds beside the stores was more than the probe of a short step showed.
+            # The full step holds more outside the stores than the short step showed: give the stores less, try again.
             budgets = self.budgets(job, candidate)
             less = max(plan.excess, budgets.device // 64)
-            self._budgets[self._key(job, candidate)] = replace(
-                budgets, device=budgets.device - less, beyond=budgets.beyond + less
+            self._budgets[self._budgets_key(job, candidate)] = replace(
+                budgets, device=budgets.device - less, outside_stores=budgets.outside_stores + less
             )
         return None
 
     def _plan(self, job: TrainingJob, candidate: Candidate, *, timed: bool) -> Plan:
-        rehearsing = self._rehearsing(job, candidate, timed=timed)
-        rehearsal = rehearsing.result(backward=True, extrapolate=True, optimizer=job.optimizer,
-                                       micro_batches=job.micro_batches)  # fmt: skip
-        return Plan(job, self._cluster, candidate, self.budgets(job, candidate), rehearsal, self._whole.model)
+        step = self._estimator(job, candidate, timed=timed).run()
+        return Plan(job, self._cluster, candidate, self.budgets(job, candidate), step, self._full.model)
 
-    def _longest_of(
-        self,
-        job: TrainingJob,
-        parallel_dims: ParallelDims,
-        sharding_spec: ShardingSpec,
-        keep: tuple[str, ...],
-        every: int,
-        *,
-        over: int,
-    ) -> tuple[int, Candidate] | None:
-        """The longest context of such choices, where it is more than `over`, to about 3%."""
+    def _longest_of(self, job: TrainingJob, candidate: Candidate, longer_than: int) -> tuple[int, Candidate] | None:
+        """Return the longest context of a candidate with any chunk size, to about 3%; None if not `longer_than`."""
 
-        def fits(length: int) -> Candidate | None:
-            longer_job = longer(job, length)
-            for chunk in chunk_sizes(longer_job, self._cluster.hardware):
-                candidate = Candidate(parallel_dims, sharding_spec, chunk, keep, every)
-                if self._lack(longer_job, candidate) is None:
-                    return candidate
+        def fitting(kilotokens: int) -> Candidate | None:
+            longer = replace(job, context=kilotokens * 1_024)
+            for chunk in chunk_sizes(longer, self._cluster.hardware):
+                sized = replace(candidate, chunk_size=chunk)
+                if self._shortfall(longer, sized) is None:
+                    return sized
             return None
 
-        low = -(-(over + over // 32) // 1_024) + 1  # in multiples of 1,024 tokens
-        candidate = fits(low * 1_024)
-        if candidate is None:
+        # Bisection in multiples of 1,024 tokens: `low` fits, `high` does not.
+        low = -(-(longer_than + longer_than // 32) // 1_024) + 1
+        best = fitting(low)
+        if best is None:
             return None
         high = 2 * low
-        while (found := fits(high * 1_024)) is not None:
-            low, candidate, high = high, found, 2 * high
+        while (sized := fitting(high)) is not None:
+            low, best, high = high, sized, 2 * high
         while high - low > max(low // 32, 1):
             middle = (low + high) // 2
-            found = fits(middle * 1_024)
-            if found is None:
+            sized = fitting(middle)
+            if sized is None:
                 high = middle
             else:
-                low, candidate = middle, found
-        return low * 1_024, candidate
+                low, best = middle, sized
+        return low * 1_024, best
 
 
-def _other(job: TrainingJob) -> dict[str, Any]:
-    """Given settings that are not chosen."""
-    return {name: value for name, value in job.fixed.items() if name not in _CHOSEN}
-
-
-def _least(budgets: int, given: int | None) -> int:
-    return budgets if given is None else min(budgets, given)
+def _least(nbytes: int, limit: int | None) -> int:
+    return nbytes if limit is None else min(nbytes, limit)

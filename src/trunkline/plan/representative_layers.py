@@ -1,7 +1,7 @@
-"""Layers that are alike are rehearsed once or twice, and stand for all of their kind.
+"""Layers that represent identical ones, so that a simulated step runs few of them.
 
-Alike are layers with the same modules, parameters and reach, whose stores rest in the same tiers and whose neighbours
-are alike, too. Groups of layers whose inputs are computed together (`checkpoint_every`) stand for groups.
+Layers are identical if their modules, parameters and attention spans are equal, their stores rest in the same tiers,
+and the same holds for their neighbours. With `checkpoint_every` a unit of layers represents another unit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -24,17 +25,17 @@ from trunkline.offload.placement import Placement
 from trunkline.plan.device_memory import DeviceMemory
 from trunkline.plan.step_trace import SegmentRecorder
 
-Unit = range  # layers that go together
+Unit = range  # layers whose inputs backward recomputes together; a single layer where it does not
 
 
 class DecoderSubset:
-    """Some layers of a model in the place of all; see `trunkline.engine.decoder.Decoder`.
+    """Decoder over some layers of a model; everything else is the whole model's decoder's.
 
     Args:
-        decoder: the model.
-        layers: which of its layers, rising.
-        recorder: is told when a layer begins.
-        memory: is told which tensors are gradients.
+        decoder: decoder of the whole model.
+        layers: layers to run, in rising order.
+        recorder: recorder that is told which layer runs.
+        memory: memory in which gradients are labelled.
     """
 
     def __init__(
@@ -42,68 +43,46 @@ class DecoderSubset:
     ) -> None:
         self._decoder, self._layers, self._recorder, self._memory = decoder, list(layers), recorder, memory
         self.num_layers = len(self._layers)
-        self.vocab_size = decoder.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the whole model's decoder."""
+        return getattr(self._decoder, name)
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
-        """See `Decoder.layer_parameters`."""
-        found = self._decoder.layer_parameters
-        return [found[layer] for layer in self._layers]
-
-    @property
-    def other_parameters(self) -> list[Parameter]:
-        """See `Decoder.other_parameters`."""
-        return self._decoder.other_parameters
-
-    def streamed_attention(self) -> AbstractContextManager[None]:
-        """See `Decoder.streamed_attention`."""
-        return self._decoder.streamed_attention()
-
-    def begin(self) -> None:
-        """See `Decoder.begin`."""
-        self._decoder.begin()
+        """Parameters of each layer of the subset."""
+        parameters = self._decoder.layer_parameters
+        return [parameters[layer] for layer in self._layers]
 
     def unsharded(
         self, layer: int | None, *, following: int | None = None, again: bool = False
     ) -> AbstractContextManager[None]:
-        """See `Decoder.present`."""
+        """Unshard a layer of the subset as `Decoder.unsharded` does, and tell the recorder that it runs."""
         if layer is None:
             return self._decoder.unsharded(None)
         self._recorder.enter(self._layers[layer])
-        after = None if following is None else self._layers[following]
-        return self._decoder.unsharded(self._layers[layer], following=after, again=again)
-
-    def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """See `Decoder.live`."""
-        return self._decoder.graph_params(parameters)
+        following = None if following is None else self._layers[following]
+        return self._decoder.unsharded(self._layers[layer], following=following, again=again)
 
     def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduce_grads`."""
-        found = self._decoder.reduce_grads(parameters, totals)
-        self._memory.note("gradients", sum(x.nbytes for x in found if x is not None))
-        return found
-
-    def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
-        """See `Decoder.embed`."""
-        return self._decoder.embed(batch, chunk)
+        """Reduce gradients as `Decoder.reduce_grads` does, and label their memory."""
+        grads = self._decoder.reduce_grads(parameters, totals)
+        self._memory.label("gradients", sum(x.nbytes for x in grads if x is not None))
+        return grads
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
-        """See `Decoder.layer`."""
+        """Run a layer of the subset on one chunk."""
         return self._decoder.layer(self._layers[index], x_BCE, batch, chunk, attend)
 
     def project_qkv(
         self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk
     ) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """See `Decoder.project_qkv`."""
+        """Project queries, keys and values of a layer of the subset."""
         return self._decoder.project_qkv(self._layers[index], x_BCE, batch, chunk)
-
-    def head(self, x_BTE: Tensor) -> Tensor:
-        """See `Decoder.head`."""
-        return self._decoder.head(x_BTE)
 
 
 def layer_units(layout: MemoryLayout) -> list[Unit]:
-    """The layers of a run in the pieces that can stand for each other, rising."""
+    """Return the units that a step's layers are divided into, in rising order."""
     trained = [] if layout.first is None else list(layout.groups())[::-1]
     return [*(range(i, i + 1) for i in range(layout.trained.start)), *trained]
 
@@ -111,64 +90,66 @@ def layer_units(layout: MemoryLayout) -> list[Unit]:
 def unit_kinds(
     units: Sequence[Unit],
     layers: nn.ModuleList,
-    reaches: Sequence[AttentionSpan],
+    spans: Sequence[AttentionSpan],
     layout: MemoryLayout,
     placement: Placement | None,
 ) -> list[Hashable]:
-    """What each unit has in common with those like it."""
+    """Return a key for each unit; units with equal keys are identical, their neighbours aside.
+
+    Args:
+        units: units of the step.
+        layers: all decoder layers.
+        spans: attention span of each layer.
+        layout: stores of the step.
+        placement: tiers of the stores; None where everything is on the device.
+    """
     kinds: dict[Hashable, int] = {}
 
-    def number(what: Hashable) -> int:
-        return kinds.setdefault(what, len(kinds))
-
-    def of_layer(i: int) -> Hashable:
+    def layer_kind(i: int) -> Hashable:
         parameters = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in layers[i].named_parameters())
         tiers: list[Hashable] = []
         if placement is not None:
-            for name in (*_names(layout, i), layout.input(i + 1)):
+            for name in (*_store_names(layout, i), layout.input(i + 1)):
                 if name in placement.places:
                     tiers.append(tuple(tier for tier, _ in placement.places[name]))
-        return number((repr(layers[i]), parameters, reaches[i], i in layout.trained, tuple(tiers)))
+        kind = repr(layers[i]), parameters, spans[i], i in layout.trained, tuple(tiers)
+        return kinds.setdefault(kind, len(kinds))  # a number: keys are compared many times
 
-    return [tuple(of_layer(i) for i in unit) for unit in units]
+    return [tuple(layer_kind(i) for i in unit) for unit in units]
 
 
 def representatives(kinds: Sequence[Hashable]) -> dict[int, int]:
-    """For each unit the one that stands for it: itself, or one of its kind with neighbours of the same kinds.
+    """Map each unit to the unit that represents it: itself, or one with the same kind and the same neighbours' kinds.
 
-    Of each kind the first two are kept: what the first leaves to its successor may differ from what comes later.
+    The first two units of a kind represent themselves: the first leaves the clock and the stores in a state that the
+    second may find different from the state that all later ones find.
     """
     last = len(kinds) - 1
-    seen: dict[Hashable, list[int]] = {}
-    found = {}
+    run: dict[Hashable, list[int]] = {}  # units that are run, by kind and neighbours' kinds
+    represented_by = {}
     for i, kind in enumerate(kinds):
-        around = (kinds[i - 1] if i else None, kind, kinds[i + 1] if i < last else None)
-        known = seen.setdefault(around, [])
-        if len(known) < 2:
-            known.append(i)
-        found[i] = i if i in known else known[-1]
-    return found
+        with_neighbours = (kinds[i - 1] if i else None, kind, kinds[i + 1] if i < last else None)
+        alike = run.setdefault(with_neighbours, [])
+        if len(alike) < 2:
+            alike.append(i)
+        represented_by[i] = alike[-1]
+    return represented_by
 
 
 def placement_of_layers(placement: Placement, full: MemoryLayout, chosen: Sequence[int]) -> Placement:
-    """The places of a run that has some of another's layers only."""
-    some = replace(full, num_layers=len(chosen), first=_first(full, chosen))
-    renamed: dict[str, str] = {}
-    for own, layer in enumerate(chosen):
-        renamed.update(zip(_names(some, own), _names(full, layer), strict=True))
+    """Return the placement of a step with the chosen layers only: each has the places that it has in the full step."""
+    first = None if full.first is None else sum(1 for layer in chosen if layer < full.first)
+    subset = replace(full, num_layers=len(chosen), first=first)
     places, sizes = dict(placement.places), dict(placement.sizes)
-    for own_name, name in renamed.items():
-        if name in placement.places:
-            places[own_name], sizes[own_name] = placement.places[name], placement.sizes[name]
+    for index, layer in enumerate(chosen):
+        for own_name, name in zip(_store_names(subset, index), _store_names(full, layer), strict=True):
+            if name in placement.places:
+                places[own_name], sizes[own_name] = placement.places[name], placement.sizes[name]
     return replace(placement, places=places, sizes=sizes)
 
 
-def _first(full: MemoryLayout, chosen: Sequence[int]) -> int | None:
-    return None if full.first is None else sum(1 for layer in chosen if layer < full.first)
-
-
-def _names(layout: MemoryLayout, layer: int) -> Iterator[str]:
-    """All stores that are a layer's, in an order that is the same for all layers."""
+def _store_names(layout: MemoryLayout, layer: int) -> Iterator[str]:
+    """Yield the names of a layer's stores, in an order that is the same for all layers."""
     core = layout.core(layer)
     yield from (layout.input(layer), core.k, core.v, core.o, core.lse)
     for group in layout.by_groups(layer):

@@ -1,10 +1,10 @@
-"""What a plan chooses between: meshes, chunk sizes, what is kept; and the room that a choice has on a machine."""
+"""Search space of a plan: clusters and jobs, and the candidate settings for a job."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,25 +14,26 @@ from trunkline.plan.hardware import Hardware
 from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.simulated_sharding import ShardingSpec
 
-# What nobody here accounts for: a CUDA context, workspaces of libraries, buffers of NCCL; and blocks that an allocator
-# cannot use.
-_CONTEXT = 3 * 2**29
-_UNUSABLE = 0.04
-# Of host memory, for everything else that runs there, page cache and Python itself.
-_HOST_REST = 0.1
-_CHUNKS = {"cuda": tuple(2**n for n in range(12, 19)), "cpu": tuple(2**n for n in range(9, 14))}
+# Device memory that no tensor accounts for: the CUDA context, workspaces of libraries, buffers of NCCL.
+_CONTEXT_BYTES = 3 * 2**29
+_FRAGMENTATION = 0.04  # share of device memory that an allocator cannot use
+_HOST_REST = 0.1  # share of host memory for other programs, the page cache and Python itself
+_CHUNK_SIZES = {"cuda": tuple(2**n for n in range(12, 19)), "cpu": tuple(2**n for n in range(9, 14))}
 MOST_CHUNKS = 128  # of a sequence: more only make a step slower
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a plan is for.
+    """Machines that a plan is for: one node, or several equal ones.
 
     Attributes:
-        hardware: of its nodes.
-        devices: in all.
+        hardware: profile of a node.
+        devices: devices of all nodes.
         host_bytes: memory of a node.
-        disk_bytes: of a node's scratch disks; 0 for none.
+        disk_bytes: scratch disks of a node; 0 for none.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     hardware: Hardware
@@ -41,11 +42,7 @@ class Cluster:
     disk_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no machine.
-
-        Raises:
-            ValueError: with the setting and the mend.
-        """
+        """Check the numbers."""
         if not isinstance(self.devices, int) or isinstance(self.devices, bool) or self.devices < 1:
             raise ValueError(f"gpus={self.devices!r}: give a positive whole number of devices.")
         if self.host_bytes <= 0:
@@ -54,44 +51,34 @@ class Cluster:
             raise ValueError(f"disk={self.disk_bytes!r}: give the bytes of a node's scratch disks, or 0 for none.")
 
     @property
-    def devices_per_node_used(self) -> int:
-        """Devices of a node that work."""
+    def devices_per_node(self) -> int:
+        """Devices that a node uses."""
         return min(self.devices, self.hardware.devices_per_node)
 
     @property
-    def usable_device_bytes(self) -> int:
-        """Bytes of a device that can be used."""
-        whole = self.hardware.memory_bytes
-        if self.hardware.link is None:  # host memory is the device
-            return int(min(whole, self.host_bytes) * (1 - _HOST_REST)) // self.devices_per_node_used
-        return int(whole * (1 - _UNUSABLE)) - _CONTEXT
-
-    @property
-    def usable_host_bytes(self) -> int:
-        """Bytes of host memory that the rank of one device can use; 0 where it is the device."""
-        return (
-            0 if self.hardware.link is None else int(self.host_bytes * (1 - _HOST_REST)) // self.devices_per_node_used
-        )
-
-    @property
-    def usable_disk_bytes(self) -> int:
-        """Bytes of disk that the rank of one device can use."""
-        return self.disk_bytes // self.devices_per_node_used
+    def usable_bytes(self) -> dict[str, int]:
+        """Bytes of each tier that one rank can use; 0 for host memory where it is the device."""
+        hardware, host = self.hardware, int(self.host_bytes * (1 - _HOST_REST)) // self.devices_per_node
+        disk = self.disk_bytes // self.devices_per_node
+        if hardware.link is None:  # host memory is the device
+            device = int(min(hardware.memory_bytes, self.host_bytes) * (1 - _HOST_REST)) // self.devices_per_node
+            return {"device": device, "host": 0, "disk": disk}
+        device = int(hardware.memory_bytes * (1 - _FRAGMENTATION)) - _CONTEXT_BYTES
+        return {"device": device, "host": host, "disk": disk}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """What is to be trained.
+    """Step to be planned.
 
     Attributes:
-        context: tokens of a row (global).
-        batch_size: rows of a micro-batch (global).
-        optimizer: whose state is held; None for none.
-        fixed: settings of `trunkline.stream` that are given, and not chosen; budgets among them are the most that a
-            choice may take.
-        parallel_dims: of the mesh, where it is given.
-        sharding_spec: of parameters, where it is given.
-        micro_batches: of a step.
+        context: tokens of a row, over all ranks.
+        batch_size: rows of a micro-batch, over all replicas.
+        optimizer: optimizer whose state is held; None for none.
+        fixed: settings of `trunkline.stream` that are not chosen; a budget among them is an upper limit.
+        parallel_dims: mesh; None to choose one.
+        sharding_spec: sharding of parameters; None to choose it.
+        micro_batches: micro-batches of a step.
     """
 
     context: int
@@ -102,17 +89,21 @@ class TrainingJob:
     sharding_spec: ShardingSpec | None = None
     micro_batches: int = 1
 
+    def rows(self, parallel_dims: ParallelDims) -> int:
+        """Return the rows of one replica."""
+        return max(self.batch_size // parallel_dims.dp, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to do it.
+    """Settings to try for a job; budgets follow from the memory that they leave.
 
     Attributes:
-        parallel_dims: of the mesh.
-        sharding_spec: of parameters over it.
-        chunk_size: tokens of a chunk (global).
-        keep: what stays between forward and backward.
-        checkpoint_every: only the input of every N-th layer stays.
+        parallel_dims: mesh.
+        sharding_spec: sharding of parameters over the mesh.
+        chunk_size: tokens of a chunk, over all ranks.
+        keep: activations kept between forward and backward.
+        checkpoint_every: layers between kept layer inputs.
     """
 
     parallel_dims: ParallelDims
@@ -122,27 +113,33 @@ class Candidate:
     checkpoint_every: int = 1
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Those of `trunkline.stream`, without budgets."""
+    def streaming(self) -> dict[str, Any]:
+        """Settings of `trunkline.stream` of the group `streaming`."""
         return {"chunk_size": self.chunk_size, "keep": self.keep, "checkpoint_every": self.checkpoint_every}
 
+    @property
+    def ranks(self) -> dict[str, Any]:
+        """Settings of the group `ranks`: mesh and sharding."""
+        return {**asdict(self.parallel_dims), "zero": self.sharding_spec.zero, "offload": self.sharding_spec.offload}
+
     def __str__(self) -> str:
-        """For people."""
-        keep_options = f"keep [{', '.join(self.keep)}]"
-        every = f", checkpoint_every {self.checkpoint_every}" if self.checkpoint_every > 1 else ""
-        mesh = "" if self.parallel_dims == ParallelDims() else f", {self.parallel_dims}, zero {self.sharding_spec.zero}"
-        offload = ", offload" if self.sharding_spec.offload else ""
-        return f"chunk {self.chunk_size:,}, {keep_options}{every}{mesh}{offload}"
+        """Return the settings that differ from the simplest ones, for people."""
+        text = f"chunk_size {self.chunk_size:,}, keep [{', '.join(self.keep)}]"
+        if self.checkpoint_every > 1:
+            text += f", checkpoint_every {self.checkpoint_every}"
+        if self.parallel_dims != ParallelDims():
+            text += f", {self.parallel_dims}, zero={self.sharding_spec.zero}"
+        return text + (", offload" if self.sharding_spec.offload else "")
 
 
 def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: bool = False) -> Iterator[ParallelDims]:
-    """Meshes of all devices, those with most replicas first: replicas exchange least.
+    """Yield meshes over all devices, the one with most replicas first, since replicas communicate least.
 
     Args:
-        job: whose batch the replicas share.
-        cluster: whose devices they are.
-        num_heads: query heads.
-        one_sequence: only those whose devices all share one sequence.
+        job: job whose batch the replicas share.
+        cluster: devices of the mesh.
+        num_heads: query heads of the model.
+        one_sequence: yield only the mesh whose devices share one sequence.
     """
     if job.parallel_dims is not None:
         yield job.parallel_dims
@@ -155,13 +152,13 @@ def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: 
 
 
 def sharding_specs(job: TrainingJob, parallel_dims: ParallelDims) -> Iterator[ShardingSpec]:
-    """Ways to spread parameters, the fastest first."""
+    """Yield ways to shard parameters, the fastest first."""
     if job.sharding_spec is not None:
         yield job.sharding_spec
         return
-    # As `trunkline train` does it: parts are the float32 masters.
+    # `trunkline train` shards the float32 master weights, and gathers them in the model's dtype.
     dtype = torch.float32 if job.optimizer is not None and job.optimizer.fp32_master else None
-    if parallel_dims.dp * parallel_dims.sp * parallel_dims.cp == 1:
+    if parallel_dims.fsdp_size == 1:
         yield ShardingSpec(zero=0)
     else:
         for zero in (2, 3):
@@ -170,24 +167,20 @@ def sharding_specs(job: TrainingJob, parallel_dims: ParallelDims) -> Iterator[Sh
 
 
 def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
-    """Sizes of chunks that come into question, the largest first."""
-    given = job.fixed.get("chunk_size", "auto")
-    if given != "auto":
-        return [given]
-    sizes = [n for n in _CHUNKS[hardware.device_type] if job.context / MOST_CHUNKS <= n < 2 * job.context]
-    return sizes[::-1] or [_CHUNKS[hardware.device_type][-1 if job.context > 2**17 else 0]]
+    """Return chunk sizes to try, the largest first."""
+    fixed = job.fixed.get("chunk_size", "auto")
+    if fixed != "auto":
+        return [fixed]
+    all_sizes = _CHUNK_SIZES[hardware.device_type]
+    sizes = [n for n in all_sizes if job.context / MOST_CHUNKS <= n < 2 * job.context]
+    return sizes[::-1] or [all_sizes[-1 if job.context > 2**17 else 0]]
 
 
 def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """What may be kept, and the inputs of how many layers: the fastest first, the leanest last."""
+    """Yield values of `keep` and `checkpoint_every`, the fastest first, those with least memory last."""
     keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]
     every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else [1, 4, 8]
     for keep in keeps:
         for n in every:
             if n <= max(1, num_layers // 2):
                 yield keep, n
-
-
-def longer(job: TrainingJob, context: int) -> TrainingJob:
-    """The same with another length."""
-    return replace(job, context=context)

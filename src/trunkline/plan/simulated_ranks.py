@@ -1,4 +1,4 @@
-"""Ranks that are not there: what one of them would send, and when it would have what the others send."""
+"""Simulated ranks of an estimate: the bytes that one rank sends, and the time until it has what the others send."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trunkline.offload.lanes.base import LaneTraffic
 from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.plan.hardware import CollectiveFigures, Hardware, NoFigures
 
-COMM = "comm"  # the lane, and the queue of the clock
+COMM = "comm"  # lane of the collectives, and their queue of the clock
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveLink:
-    """What collectives of some ranks cost.
+    """Link between ranks, which their collectives share.
 
     Attributes:
-        size: ranks.
-        collective: their speed.
-        clock: that goes on; None where everything is over at once.
+        size: number of ranks.
+        collective: latency and bandwidth; None for collectives that take no time.
+        clock: clock of the simulated rank; None without one.
     """
 
     size: int
@@ -34,25 +34,29 @@ class CollectiveLink:
     clock: SimClock | None
 
     def send(self, nbytes: int, label: str) -> QueuedWork | None:
-        """Have a rank send so many bytes."""
+        """Queue a collective in which the rank sends `nbytes` bytes; None where it takes no time."""
         if self.clock is None or self.collective is None:
             return None
         seconds = self.collective.latency + nbytes / self.collective.bandwidth
         return self.clock.submit(COMM, seconds, lane=COMM, label=label)
 
-    def wait(self, job: QueuedWork | None) -> None:
-        """Have compute go on after it."""
-        if job is not None and self.clock is not None:
-            self.clock.wait(job)
+    def wait(self, transfer: QueuedWork | None) -> None:
+        """Make compute wait for a queued collective."""
+        if transfer is not None and self.clock is not None:
+            self.clock.wait(transfer)
 
 
-def link(size: int, span: int, hardware: Hardware | None, clock: SimClock | None) -> CollectiveLink:
-    """The collectives of `size` ranks that lie among `span` neighbouring ones, within a node if these are.
+def collective_link(size: int, span: int, hardware: Hardware | None, clock: SimClock | None) -> CollectiveLink:
+    """Choose the link of a group of ranks: within a node, or between nodes.
 
-    A rank alone sends nothing, and needs no figures.
+    Args:
+        size: ranks of the group; a single rank sends nothing and needs no figures.
+        span: neighbouring ranks that the group is spread over: the link is within a node if they fit into one.
+        hardware: profile; None for collectives that take no time.
+        clock: clock of the simulated rank; None without one.
 
     Raises:
-        ValueError: the hardware's profile knows nothing of such collectives.
+        NoFigures: a ValueError: the profile has no figures of such a link.
     """
     if hardware is None or size == 1:
         return CollectiveLink(size, None, clock)
@@ -71,17 +75,17 @@ def link(size: int, span: int, hardware: Hardware | None, clock: SimClock | None
 
 @dataclass(slots=True)
 class SimulatedPending(Pending[Tensor]):
-    """A tensor on its way."""
+    """A collective's output, whose transfer is simulated."""
 
     tensor: Tensor
-    sent: Tensor | None  # in use until then
-    job: QueuedWork | None
+    sent: Tensor | None  # the input: its memory is in use until the transfer is over
+    transfer: QueuedWork | None
     link: CollectiveLink
 
     @override
     def wait(self) -> Tensor:
-        self.link.wait(self.job)
-        self.sent = self.job = None
+        self.link.wait(self.transfer)
+        self.sent = self.transfer = None
         return self.tensor
 
 
@@ -89,15 +93,15 @@ class SimulatedComm(Collectives):
     """Collectives of simulated ranks, seen from the first one.
 
     Args:
-        wire: of the ranks.
-        traffic: receives the bytes that this rank sends.
+        link: link of the ranks.
+        traffic: counter of the bytes that this rank sends.
     """
 
     rank = 0
 
     def __init__(self, link: CollectiveLink, traffic: LaneTraffic) -> None:
         self.size = link.size
-        self._wire, self._traffic = link, traffic
+        self._link, self._traffic = link, traffic
 
     @override
     def all_to_all(self, parts: Tensor) -> SimulatedPending:
@@ -119,7 +123,7 @@ class SimulatedComm(Collectives):
 
     def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> SimulatedPending:
         self._traffic.moved += nbytes
-        return SimulatedPending(out, sent, self._wire.send(nbytes, label), self._wire)
+        return SimulatedPending(out, sent, self._link.send(nbytes, label), self._link)
 
 
 class SimulatedRanks(SequenceParallelRanks):
@@ -135,7 +139,7 @@ class SimulatedRanks(SequenceParallelRanks):
         traffic = LaneTraffic()
 
         def comm(size: int, span: int) -> SimulatedComm | None:
-            return SimulatedComm(link(size, span, hardware, clock), traffic) if size > 1 else None
+            return SimulatedComm(collective_link(size, span, hardware, clock), traffic) if size > 1 else None
 
         sp, cp, tp = parallel_dims.sp, parallel_dims.cp, parallel_dims.tp
         comms = SequenceComms(comm(sp, tp * sp), comm(cp, tp * sp * cp), comm(sp * cp, tp * sp * cp))

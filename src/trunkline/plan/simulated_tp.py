@@ -1,4 +1,4 @@
-"""Tensor parallelism in a rehearsal: one rank's part of every matrix, in a group of ranks that are not there."""
+"""Tensor parallelism in an estimate: one rank's shard of every matrix, in a simulated group of ranks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from trunkline.hf import probe
 from trunkline.hf.decoder import HuggingFaceDecoder
 from trunkline.plan.meta_model import MetaModel
 
-_NAMESPACES = ("c10d", "_c10d_functional")
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 
 
 @contextlib.contextmanager
-def cut(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
-    """A model as one of `tp` ranks has it, for as long as this lasts; itself where that is one, or it is cut already.
+def tp_shard(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
+    """Yield the model as one of `tp` ranks has it; the model itself with one rank, or if it is such a shard already.
 
     Raises:
-        ValueError: the model has no plan, or this process has joined a job: the group would be in its way.
+        ValueError: the model has no tensor-parallel plan, or this process has joined a job, whose process group
+            excludes a simulated one.
     """
-    if tp == 1 or meta_model.whole is not None:
+    if tp == 1 or meta_model.full_model is not None:
         yield meta_model
         return
     if dist.is_initialized():
         raise ValueError(
-            f"tp={tp}: tensor parallelism is rehearsed in a process that has joined no job: start it without torchrun."
+            f"tp={tp}: this process has joined a job, and tensor parallelism is estimated in one that has not: start "
+            "it without torchrun."
         )
-    # The backend that does nothing is registered by this import.
+    # This import registers the process group backend "fake", whose collectives do nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
@@ -46,25 +48,25 @@ def cut(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
         dist.destroy_process_group()
 
 
-def sent_by(func: Any, args: tuple[Any, ...], ranks: int) -> int | None:
-    """Bytes that one rank sends in a collective of so many; None for what is no collective."""
-    if func.namespace not in _NAMESPACES:
+def bytes_sent(func: Any, args: tuple[Any, ...], ranks: int) -> int | None:
+    """Return the bytes that one of `ranks` ranks sends in a collective operator; None for any other operator."""
+    if func.namespace not in _COLLECTIVE_NAMESPACES:
         return None
     name = func._schema.name
     if "wait" in name or "wrap" in name:
         return 0
-    nbytes = sum(x.nbytes for x in _tensors(args))
+    sizes = [x.nbytes for x in tensors_in(args)]
     if "allreduce" in name or "all_reduce" in name:
-        return 2 * nbytes * (ranks - 1) // ranks
-    if "gather" in name:  # of what was given and what is gathered, where both are arguments
-        largest = max((x.nbytes for x in _tensors(args)), default=0)
-        return largest * (ranks - 1) // ranks if len(list(_tensors(args))) > 1 else nbytes * (ranks - 1)
-    return nbytes * (ranks - 1) // ranks
+        return 2 * sum(sizes) * (ranks - 1) // ranks
+    if "gather" in name and len(sizes) > 1:  # input and output are both arguments
+        return max(sizes) * (ranks - 1) // ranks
+    return sum(sizes) * (ranks - 1) // (1 if "gather" in name else ranks)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments of an operator, those in lists and tuples included."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -1,4 +1,4 @@
-"""A step in segments: what each took, moved and held, so that one can stand for others like it."""
+"""Trace of a simulated step in segments, so that the segments of one layer can represent those of identical layers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from trunkline.offload.lanes.sim_clock import Segment as LaneSegment
-from trunkline.offload.lanes.sim_clock import SimClock
+from trunkline.offload.lanes.sim_clock import LaneSegment, SimClock
 from trunkline.plan.device_memory import MemoryTally
 from trunkline.report.timeline import thinned
 
 MOST_POINTS = 2_000  # of the memory of one tier through one segment
 
-Numbers = dict[str, float]
+Counters = dict[str, float]  # growing numbers of a step, by name: seconds, FLOPs, bytes and seconds of lanes
 
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """Bytes of a tier through a segment, counted from what was held when it began.
+    """Memory of a tier through a segment, in bytes above those held when the segment began.
 
     Attributes:
-        peak: most.
-        net: at its end.
-        parts: what was held at the peak.
-        net_parts: at the end.
-        series: (second, bytes) through it.
+        peak: most bytes.
+        net: bytes at the end.
+        parts: bytes at the peak, by label.
+        net_parts: bytes at the end, by label.
+        series: (second, bytes) through the segment.
     """
 
     peak: int
@@ -38,69 +37,69 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class StepSegment:
-    """A part of a step.
+    """Part of a step: one layer in one phase, or the work of a phase outside the layers.
 
     Attributes:
-        phase: embed, forward, head or backward.
-        layer: whose it is; None for what is no layer's.
-        numbers: what grew in it, by name: seconds, FLOPs, bytes and seconds of lanes.
-        engine: bytes that the engine's stores held, of each tier.
-        whole: all bytes that were held, of each tier.
-        lanes: what each did when, where it is drawn.
+        phase: `embed`, `forward`, `head` or `backward`.
+        layer: decoder layer; None outside the layers.
+        counters: growth of each counter in this segment.
+        stores: bytes of the engine's stores in each tier.
+        memory: all bytes in each tier.
+        lanes: work of each lane over time, where it is recorded.
     """
 
     phase: str
     layer: int | None
-    numbers: Numbers
-    engine: dict[str, TierUsage]
-    whole: dict[str, TierUsage]
+    counters: Counters
+    stores: dict[str, TierUsage]
+    memory: dict[str, TierUsage]
     lanes: dict[str, list[LaneSegment]]
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
-        return self.numbers["seconds"]
+        """Duration in seconds."""
+        return self.counters["seconds"]
 
     @property
     def label(self) -> str:
-        """What is drawn on the line of compute."""
+        """Label of the segment on the compute lane of a report."""
         return self.phase if self.layer is None else f"{self.phase} {self.layer}"
 
 
 class SegmentRecorder:
-    """Cuts a rehearsal into segments: a new one begins with every phase and with every layer.
+    """Recorder that cuts a simulated step into segments: one begins with each phase, and with each layer.
 
     Args:
-        clock: of the rehearsal.
-        engine: bytes of the engine's stores: those held, and the most since it was last asked, of each tier.
-        whole: all bytes held.
-        numbers: everything else that grows.
-        drawn: keep what happened when.
+        clock: clock of the step.
+        store_bytes: returns the engine's stores by tier: bytes held, and the most held since the last call.
+        memory: memory of each tier.
+        counters: returns all other growing numbers.
+        timeline: record memory and lanes over time.
 
     Attributes:
-        segments: so far.
+        segments: segments that are over.
     """
 
     def __init__(
         self,
         clock: SimClock,
-        engine: Callable[[], dict[str, tuple[int, int]]],
-        whole: Mapping[str, MemoryTally],
-        numbers: Callable[[], Numbers],
+        store_bytes: Callable[[], dict[str, tuple[int, int]]],
+        memory: Mapping[str, MemoryTally],
+        counters: Callable[[], Counters],
         *,
         timeline: bool,
     ) -> None:
-        self._clock, self._engine, self._whole, self._numbers = clock, engine, whole, numbers
+        self._clock, self._store_bytes, self._memory, self._counters = clock, store_bytes, memory, counters
         self.segments: list[StepSegment] = []
         self._phase = "embed"
         self._layer: int | None = None
         self._open()
         if timeline:
-            for tier, tally in whole.items():
-                tally.changed = partial(self._changed, tier)
+            for tier, tally in memory.items():
+                tally.on_change = partial(self._add_point, tier)
 
     def enter(self, layer: int | None) -> None:
-        """A layer begins."""
+        """Begin a segment, unless the layer is the current one; the first layer ends the phase `embed`."""
         if layer != self._layer:
             self._close()
             self._layer = layer
@@ -108,111 +107,113 @@ class SegmentRecorder:
                 self._phase = "forward"
             self._open()
 
-    def phase(self, name: str) -> None:
-        """A phase begins; layers that are entered in `embed` are in `forward`."""
+    def begin_phase(self, name: str) -> None:
+        """Begin a phase, and a segment outside the layers."""
         self._close()
         self._phase, self._layer = name, None
         self._open()
 
     def finish(self) -> None:
-        """The step is over."""
+        """End the last segment and stop recording."""
         self._close()
-        for tally in self._whole.values():
-            tally.changed = None
+        for tally in self._memory.values():
+            tally.on_change = None
 
-    def _changed(self, tier: str, held: int) -> None:
-        self._series[tier].append((self._clock.compute - self._begin, held - self._at_start[tier][0]))
+    def _add_point(self, tier: str, held: int) -> None:
+        self._series[tier].append((self._clock.compute - self._begin, held - self._held_before[tier][0]))
 
     def _open(self) -> None:
         self._begin = self._clock.compute
-        self._before = self._numbers()
-        self._engine_before = {tier: held for tier, (held, _) in self._engine().items()}
-        self._at_start = {tier: (tally.held, tally.parts.copy()) for tier, tally in self._whole.items()}
-        self._series: dict[str, list[tuple[float, int]]] = {tier: [] for tier in self._whole}
-        self._marks = self._clock.cut()
-        for tally in self._whole.values():
-            tally.begin()
+        self._counters_before = self._counters()
+        self._stores_before = {tier: held for tier, (held, _) in self._store_bytes().items()}
+        self._held_before = {tier: (tally.held, tally.parts.copy()) for tier, tally in self._memory.items()}
+        self._series: dict[str, list[tuple[float, int]]] = {tier: [] for tier in self._memory}
+        self._lanes_before = self._clock.cut_segments()
+        for tally in self._memory.values():
+            tally.reset_peak()
 
     def _close(self) -> None:
-        after = self._numbers()
-        numbers = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
-        engine = {
-            tier: TierUsage(peak - self._engine_before[tier], held - self._engine_before[tier])
-            for tier, (held, peak) in self._engine().items()
+        counters = {name: value - self._counters_before.get(name, 0.0) for name, value in self._counters().items()}
+        stores = {
+            tier: TierUsage(peak - self._stores_before[tier], held - self._stores_before[tier])
+            for tier, (held, peak) in self._store_bytes().items()
         }
-        whole = {}
-        for tier, tally in self._whole.items():
-            held, parts = self._at_start[tier]
-            whole[tier] = TierUsage(
-                tally.peak - held, tally.held - held, _minus(tally.at_peak, parts), _minus(tally.parts, parts),
-                thinned(self._series[tier], numbers["seconds"], MOST_POINTS),
-            )  # fmt: skip
+        memory = {}
+        for tier, tally in self._memory.items():
+            held, parts = self._held_before[tier]
+            memory[tier] = TierUsage(
+                tally.peak - held,
+                tally.held - held,
+                _minus(tally.parts_at_peak, parts),
+                _minus(tally.parts, parts),
+                thinned(self._series[tier], counters["seconds"], MOST_POINTS),
+            )
         lanes = {
-            lane: [(a - self._begin, b - self._begin, label) for a, b, label in recorded[self._marks.get(lane, 0) :]]
-            for lane, recorded in self._clock.segments.items()
+            lane: [(a - self._begin, b - self._begin, label) for a, b, label in work[self._lanes_before.get(lane, 0) :]]
+            for lane, work in self._clock.segments.items()
         }
-        self.segments.append(StepSegment(self._phase, self._layer, numbers, engine, whole, lanes))
+        self.segments.append(StepSegment(self._phase, self._layer, counters, stores, memory, lanes))
 
 
 @dataclass(slots=True)
 class Trace:
-    """Segments one after another.
+    """Trace of a whole step.
 
     Attributes:
-        numbers: sums over all.
-        engine: most bytes of the engine's stores, of each tier.
-        whole: most bytes of all, of each tier.
-        parts: what was held then.
+        counters: sum of each counter.
+        stores: most bytes of the engine's stores in each tier.
+        peaks: most bytes in each tier.
+        parts: bytes in each tier at its peak, by label.
         phases: (name, begin, end) in seconds.
-        memory: (second, bytes) of each tier.
-        lanes: what each did when.
+        memory: (second, bytes) of each tier, where it is recorded.
+        lanes: work of each lane over time, where it is recorded.
     """
 
-    numbers: Numbers = field(default_factory=dict)
-    engine: dict[str, int] = field(default_factory=dict)
-    whole: dict[str, int] = field(default_factory=dict)
+    counters: Counters = field(default_factory=dict)
+    stores: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
     parts: dict[str, Counter[str]] = field(default_factory=dict)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     lanes: dict[str, list[LaneSegment]] = field(default_factory=dict)
 
 
-def compose(segments: Iterable[StepSegment], start: Mapping[str, Counter[str]]) -> Trace:
-    """Put segments one after another.
+def join_segments(segments: Iterable[StepSegment], start: Mapping[str, Counter[str]]) -> Trace:
+    """Join segments one after another into a trace.
 
     Args:
-        segments: in their order; one may come several times.
-        start: what each tier holds before the first.
+        segments: segments in order; one may come several times.
+        start: bytes that each tier holds before the first, by label.
     """
-    course, now = Trace(), 0.0
-    engine: Counter[str] = Counter()
+    trace, now = Trace(), 0.0
+    stores: Counter[str] = Counter()
     parts = {tier: held.copy() for tier, held in start.items()}
-    whole = {tier: held.total() for tier, held in start.items()}
-    for tier, held in whole.items():
-        course.whole[tier], course.parts[tier], course.memory[tier] = held, parts[tier].copy(), [(0.0, held)]
+    held_now = {tier: held.total() for tier, held in start.items()}
+    for tier, held in held_now.items():
+        trace.peaks[tier], trace.parts[tier], trace.memory[tier] = held, parts[tier].copy(), [(0.0, held)]
     for segment in segments:
-        for name, value in segment.numbers.items():
-            course.numbers[name] = course.numbers.get(name, 0) + value
-        for tier, own in segment.engine.items():
-            course.engine[tier] = max(course.engine.get(tier, 0), engine[tier] + own.peak)
-            engine[tier] += own.net
-        for tier, own in segment.whole.items():
-            if whole[tier] + own.peak > course.whole[tier]:
-                course.whole[tier] = whole[tier] + own.peak
-                course.parts[tier] = _plus(parts[tier], own.parts)
-            course.memory[tier] += [(now + second, whole[tier] + nbytes) for second, nbytes in own.series]
-            whole[tier] += own.net
-            parts[tier] = _plus(parts[tier], own.net_parts)
-        for lane, recorded in segment.lanes.items():
+        for name, value in segment.counters.items():
+            trace.counters[name] = trace.counters.get(name, 0) + value
+        for tier, usage in segment.stores.items():
+            trace.stores[tier] = max(trace.stores.get(tier, 0), stores[tier] + usage.peak)
+            stores[tier] += usage.net
+        for tier, usage in segment.memory.items():
+            if held_now[tier] + usage.peak > trace.peaks[tier]:
+                trace.peaks[tier] = held_now[tier] + usage.peak
+                trace.parts[tier] = _plus(parts[tier], usage.parts)
+            trace.memory[tier] += [(now + second, held_now[tier] + nbytes) for second, nbytes in usage.series]
+            held_now[tier] += usage.net
+            parts[tier] = _plus(parts[tier], usage.net_parts)
+        for lane, work in segment.lanes.items():
             label = segment.label if lane == "compute" else None
-            course.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in recorded)
+            trace.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in work)
         end = now + segment.seconds
-        if course.phases and course.phases[-1][0] == segment.phase:
-            course.phases[-1] = (segment.phase, course.phases[-1][1], end)
+        if trace.phases and trace.phases[-1][0] == segment.phase:
+            trace.phases[-1] = (segment.phase, trace.phases[-1][1], end)
         else:
-            course.phases.append((segment.phase, now, end))
+            trace.phases.append((segment.phase, now, end))
         now = end
-    return course
+    return trace
 
 
 def _minus(a: Counter[str], b: Counter[str]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""A recipe as a plan takes it, and the other way."""
+"""Conversion between a recipe and the planner: the job that a recipe asks for, and the recipe that a plan gives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.train.models import build_config, tokenizer_spec
 from trunkline.train.recipe import RanksSection, Recipe
 
-_BUDGETS = ("device_budget", "host_budget", "offload_dir", "disk_budget")
-
 
 def meta_model_of(recipe: Recipe) -> MetaModel:
-    """The recipe's model without contents: neither weights nor a device are needed.
+    """Build the recipe's model on the `meta` device; neither weights nor an accelerator are needed.
 
     Raises:
         ValueError: the recipe's model cannot be made, or cannot be streamed.
@@ -33,7 +31,7 @@ def meta_model_of(recipe: Recipe) -> MetaModel:
 
 
 def job_of(recipe: Recipe) -> TrainingJob:
-    """What a recipe asks for; what it leaves at its default is the plan's to choose."""
+    """Convert a recipe to a job; the plan chooses the settings that the recipe leaves at their defaults."""
     given = recipe.model_fields_set
     fixed = {name: value for name, value in recipe.stream_settings.items() if name in given and value is not None}
     if fixed.get("chunk_size") == "auto":
@@ -50,30 +48,15 @@ def job_of(recipe: Recipe) -> TrainingJob:
 
 
 def sharding_spec_of(recipe: Recipe) -> ShardingSpec:
-    """How the recipe's parameters are spread over its processes."""
+    """Return the sharding of a recipe's parameters over its processes."""
     ranks = recipe.ranks
     masters = recipe.optimizer.fp32_master and recipe.model.dtype != "float32"
     return ShardingSpec(ranks.zero, torch.float32 if masters else None, offload=ranks.offload)
 
 
-def written(recipe: Recipe, plan: Plan) -> Recipe:
-    """A recipe with what a plan has chosen."""
-    parallel_dims, sharding_spec = plan.candidate.parallel_dims, plan.candidate.sharding_spec
-    reserved = plan.estimate.reserved
-    ranks = RanksSection(
-        dp=parallel_dims.dp,
-        sp=parallel_dims.sp,
-        cp=parallel_dims.cp,
-        tp=parallel_dims.tp,
-        zero=sharding_spec.zero,  # type: ignore[arg-type]
-        offload=sharding_spec.offload,
-    )
-    changed: dict[str, Any] = {
-        "context": plan.job.context, "chunk_size": plan.candidate.chunk_size, "keep": plan.candidate.keep,
-        "checkpoint_every": plan.candidate.checkpoint_every, "device_budget": plan.budgets.device,
-        "host_budget": reserved.get("host") or None,
-        "ranks": ranks,
-    }  # fmt: skip
-    if reserved.get("disk"):
-        changed["disk_budget"] = reserved["disk"]
-    return Recipe.model_validate({**recipe.model_dump(), **changed, "ranks": ranks.model_dump()})
+def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return the recipe with the settings of a plan."""
+    settings = plan.settings
+    budgets = {"host_budget": None, **settings["memory"]}  # no host memory, unless the plan reserves some
+    chosen = {"context": plan.job.context, **settings["streaming"], **budgets, "ranks": settings["ranks"]}
+    return Recipe.model_validate({**recipe.model_dump(), **chosen})

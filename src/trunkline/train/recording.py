@@ -160,7 +160,7 @@ class StepRecorder:
     # -- while the step goes on ----------------------------------------------------------------------------------------
 
     def _note(self, tier: TierName, kind: str, nbytes: int) -> None:
-        self._tallies[tier].put(STORE_LABELS.get(kind, kind), nbytes)
+        self._tallies[tier].add(STORE_LABELS.get(kind, kind), nbytes)
 
     def _look(self, mark: Mark) -> None:
         _, most = self._gauge.look()
@@ -173,13 +173,13 @@ class StepRecorder:
             points.append((mark, tally.held + away))
             self._remember(tier, tally.peak + away)
         for tally in self._tallies.values():
-            tally.begin()
+            tally.reset_peak()
 
     def _remember(self, tier: TierName, peak: int) -> None:
         """Keep what is held where this is the most so far."""
         if peak > self._peaks[tier]:
             self._peaks[tier] = peak
-            self._holders[tier] = self._tallies[tier].at_peak + self._states[tier]
+            self._holders[tier] = self._tallies[tier].parts_at_peak + self._states[tier]
 
     def _count_states(self) -> None:
         """See what parameters and optimizer take in each tier."""

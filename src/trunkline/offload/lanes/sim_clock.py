@@ -1,9 +1,7 @@
-"""The time of a machine that is not there: compute, and queues of work beside it.
+"""Simulated clock: the compute lane, and queues of work beside it.
 
-Compute does one thing after another, as fast as the host issues it. A queue does its jobs in their order, each from the
-time when it is ready; two directions of one link share what both can carry at once, and compute may be slower while a
-queue works. All is simulated as far as compute has come and no further, so that how jobs share a link depends on no
-order in which anybody asks: what is given later is ready later.
+Compute runs one operator after another, as fast as the host issues them. A queue works on its items in order, each from
+the time when it is ready. Two directions of one link share its bandwidth, and a busy queue may slow compute down.
 """
 
 from __future__ import annotations
@@ -13,20 +11,21 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Segment = tuple[float, float, str]  # begin, end, label
+LaneSegment = tuple[float, float, str]  # begin, end, label
 
-_RESOLUTION = 1e-9  # seconds: what is no further apart is at once
+_RESOLUTION = 1e-9  # seconds: events that are no further apart happen at once
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSpeeds:
-    """How fast queues work.
+    """Speeds of the queues of one device.
 
     Attributes:
-        alone: units a second of each queue while its pair rests; seconds of work where there is none.
-        pairs: for a queue the other direction of its link, and the units a second while both are busy.
-        slowdown: share of compute's speed that is lost while a queue works.
-        host_seconds: the host takes to issue an operator.
+        alone: units a second of a queue while the other direction of its link is idle; without an entry, units are
+            seconds.
+        pairs: for a queue, the other direction of its link, and the units a second while both are busy.
+        slowdown: share of compute's speed that is lost while a queue is busy.
+        host_seconds: seconds in which the host issues an operator.
         synchronous: the host waits for each operator, as on a CPU.
     """
 
@@ -39,17 +38,17 @@ class QueueSpeeds:
 
 @dataclass(slots=True)
 class QueuedWork:
-    """Work in a queue.
+    """Item of a queue.
 
     Attributes:
-        queue: its name.
+        queue: name of the queue.
         left: units still to be done.
         ready: second from which it may begin.
-        after: a job that must be over before; None for none.
-        lane: on whose line it is drawn.
-        label: what it says there.
-        begin: when it began.
-        end: when it was over; infinity while it is not.
+        after: item that must end before; None for none.
+        lane: lane that it is recorded and counted for.
+        label: label of its segment.
+        begin: second in which it began; NaN before.
+        end: second in which it ended; infinity before.
     """
 
     queue: str
@@ -61,47 +60,55 @@ class QueuedWork:
     begin: float = math.nan
     end: float = math.inf
 
+    @property
+    def earliest(self) -> float:
+        """Second in which it may begin; infinity while the item before it has not ended."""
+        return self.ready if self.after is None else max(self.ready, self.after.end)
+
 
 class SimClock:
-    """See the module.
+    """Clock of one simulated device; see the module.
+
+    Queues are simulated up to the time of compute and no further. So the order in which items are submitted does not
+    change how they share a link: an item that is submitted later is ready later.
 
     Args:
-        speeds: of queues that `submit` names.
-        drawn: keep what each lane did when.
+        speeds: speeds of its queues.
+        record: record the work of each lane over time.
 
     Attributes:
-        compute: second at which all that compute was given is over.
-        busy: seconds that each lane worked, compute too.
+        compute: second in which compute ends its work so far.
+        busy: seconds that each lane worked, `compute` included.
         exposed: seconds that compute waited for each lane.
-        segments: what each lane did when, where it is drawn.
+        segments: work of each lane over time, where it is recorded.
     """
 
     def __init__(self, speeds: QueueSpeeds, *, record: bool = False) -> None:
         self._speeds = speeds
         self._record = record
         self._queues: dict[str, deque[QueuedWork]] = {}
-        self._time = 0.0  # up to which queues have been simulated
+        self._time = 0.0  # queues are simulated up to this second
         self._host = 0.0
         self.compute = 0.0
         self.busy: dict[str, float] = {"compute": 0.0}
         self.exposed: dict[str, float] = {}
-        self.segments: dict[str, list[Segment]] = {}
-        self._cut: dict[str, int] = {}  # segments of each lane that are not drawn on
+        self.segments: dict[str, list[LaneSegment]] = {}
+        self._cut: dict[str, int] = {}  # number of segments of each lane that later work must not extend
 
-    def cut(self) -> dict[str, int]:
-        """Draw what is over from now on as segments of its own; how many each lane has so far."""
+    def cut_segments(self) -> dict[str, int]:
+        """Record later work in new segments; return the number of segments of each lane so far."""
         self._cut = {lane: len(segments) for lane, segments in self.segments.items()}
         return self._cut
 
     def issue(self) -> None:
-        """The host issues an operator; where it waits for each, compute does nothing else meanwhile."""
+        """Issue an operator from the host; a synchronous host takes this time from compute."""
         if self._speeds.synchronous:
             self.run(self._speeds.host_seconds)
         else:
             self._host += self._speeds.host_seconds
 
     def run(self, seconds: float, label: str = "") -> None:
-        """Compute works for so many seconds, or longer where queues slow it down."""
+        """Run compute for so many seconds, or longer where busy queues slow it down."""
         begin = max(self.compute, self._host)
         self._simulate(begin)
         left = seconds
@@ -116,33 +123,33 @@ class SimClock:
             self._advance(step, working)
         self.compute = self._time
         self.busy["compute"] += self.compute - begin
-        self._draw("compute", begin, self.compute, label)
+        self._record_segment("compute", begin, self.compute, label)
         if self._speeds.synchronous:
             self._host = self.compute
 
     def submit(
         self, queue: str, units: float, *, after: QueuedWork | None = None, lane: str = "", label: str = ""
     ) -> QueuedWork:
-        """Put work into a queue: ready once compute has done what it was given so far, and `after` is over."""
-        job = QueuedWork(queue, units, max(self.compute, self._host), after, lane or queue, label)
-        self._queues.setdefault(queue, deque()).append(job)
-        return job
+        """Queue an item; it is ready when compute has ended its work so far and the item `after` has ended."""
+        item = QueuedWork(queue, units, max(self.compute, self._host), after, lane or queue, label)
+        self._queues.setdefault(queue, deque()).append(item)
+        return item
 
-    def wait(self, job: QueuedWork) -> None:
-        """Compute goes on only after a job."""
+    def wait(self, item: QueuedWork) -> None:
+        """Make compute wait for an item, and count the seconds as exposed."""
         begin = max(self.compute, self._host)
         self._simulate(begin)
-        while job.end == math.inf:
+        while item.end == math.inf:
             working = self._working()
             self._advance(self._next_event(working), working)
-        self.compute = max(begin, job.end)
-        self.exposed[job.lane] = self.exposed.get(job.lane, 0.0) + self.compute - begin
+        self.compute = max(begin, item.end)
+        self.exposed[item.lane] = self.exposed.get(item.lane, 0.0) + self.compute - begin
         if self._speeds.synchronous:
             self._host = self.compute
 
     def _working(self) -> list[str]:
-        """Queues whose first job is under way now."""
-        return [name for name, jobs in self._queues.items() if jobs and _start(jobs[0]) <= self._time + _RESOLUTION]
+        """Return the queues that are busy now."""
+        return [name for name, items in self._queues.items() if items and items[0].earliest <= self._time + _RESOLUTION]
 
     def _rate(self, name: str, working: list[str]) -> float:
         if name in self._speeds.pairs:
@@ -152,13 +159,15 @@ class SimClock:
         return self._speeds.alone.get(name, 1.0)
 
     def _next_event(self, working: list[str]) -> float:
-        """Seconds until a job begins or ends; infinity for never."""
+        """Return the seconds until an item begins or ends; infinity if none will."""
         ends = [self._queues[name][0].left / self._rate(name, working) for name in working]
-        begins = [_start(jobs[0]) - self._time for name, jobs in self._queues.items() if jobs and name not in working]
+        begins = [
+            items[0].earliest - self._time for name, items in self._queues.items() if items and name not in working
+        ]
         return min([*ends, *begins], default=math.inf)
 
     def _simulate(self, until: float) -> None:
-        """Have queues work up to a time, if it is not past."""
+        """Run the queues up to a time, unless it is past."""
         while self._time < until:
             working = self._working()
             step = self._next_event(working)
@@ -169,23 +178,23 @@ class SimClock:
                 self._advance(step, working)
 
     def _advance(self, step: float, working: list[str]) -> None:
-        """Have queues work for so many seconds, in which no job begins or ends before the last moment."""
-        assert step < math.inf, "a job waits for what will never be over"
+        """Run the queues for so many seconds, in which no item begins or ends before the last moment."""
+        assert step < math.inf, "an item waits for one that never ends"
         rates = [self._rate(name, working) for name in working]
         for name, rate in zip(working, rates, strict=True):
-            job = self._queues[name][0]
-            if math.isnan(job.begin):
-                job.begin = max(self._time, _start(job))
-            ended = job.left / rate <= step + _RESOLUTION
-            job.left -= step * rate
+            item = self._queues[name][0]
+            if math.isnan(item.begin):
+                item.begin = max(self._time, item.earliest)
+            ended = item.left / rate <= step + _RESOLUTION
+            item.left -= step * rate
             if ended:
                 self._queues[name].popleft()
-                job.left, job.end = 0.0, self._time + step
-                self.busy[job.lane] = self.busy.get(job.lane, 0.0) + job.end - job.begin
-                self._draw(job.lane, job.begin, job.end, job.label)
+                item.left, item.end = 0.0, self._time + step
+                self.busy[item.lane] = self.busy.get(item.lane, 0.0) + item.end - item.begin
+                self._record_segment(item.lane, item.begin, item.end, item.label)
         self._time += step
 
-    def _draw(self, lane: str, begin: float, end: float, label: str) -> None:
+    def _record_segment(self, lane: str, begin: float, end: float, label: str) -> None:
         if not self._record or end - begin <= _RESOLUTION:
             return
         segments = self.segments.setdefault(lane, [])
@@ -194,8 +203,3 @@ class SimClock:
             segments[-1] = (segments[-1][0], end, label)
         else:
             segments.append((begin, end, label))
-
-
-def _start(job: QueuedWork) -> float:
-    """When a job may begin; infinity while nobody knows."""
-    return job.ready if job.after is None else max(job.ready, job.after.end)
