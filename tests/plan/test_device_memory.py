@@ -1,4 +1,4 @@
-"""What a device holds in a rehearsal: every storage once, for as long as it lives; and what it is called."""
+"""Simulated device memory: every storage counts once, while it is alive, under its label."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trunkline.plan.op_tracer import OpTracer
 
 
 def traced(run: Callable[[], object], *known: Tensor) -> DeviceMemory:
-    """What is counted while something runs, and its result is held."""
+    """Trace a function and return the memory; `at_end` holds the bytes while its result is still alive."""
     memory = DeviceMemory()
     memory.ignore(known)
     tracer = OpTracer(None, SimClock(QueueSpeeds()), memory)
@@ -35,8 +35,8 @@ def meta(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_views_are_what_they_are_views_of(times: int) -> None:
-    """`_unsafe_view` too, which says that what it gives is new: once it is in the table of forms, as the first time."""
+def test_a_view_takes_no_memory(times: int) -> None:
+    """`_unsafe_view` too, whose schema claims a new tensor: from the output cache as from PyTorch."""
     x = meta(4, 6)
     views = {
         "view": lambda: x.view(-1), "transpose": lambda: x.t(), "split": lambda: x.split(2),
@@ -54,7 +54,7 @@ def test_a_linear_layer_on_three_dimensions_makes_one_tensor() -> None:
     assert memory.held == 0
 
 
-def test_in_place_takes_nothing_and_what_is_dropped_is_gone() -> None:
+def test_in_place_operators_take_no_memory_and_dropped_tensors_free_theirs() -> None:
     x = meta(1000)
 
     def run() -> None:
@@ -102,17 +102,17 @@ def test_forward_and_backward_by_hand() -> None:
     assert w1.grad is not None
 
 
-def test_a_tally_says_what_was_held_at_its_peak() -> None:
+def test_a_tally_keeps_the_labels_of_its_peak() -> None:
     tally, told = MemoryTally(), []
     tally.on_change = told.append
     tally.add("a", 10)
-    tally.label("of it", 4)
+    tally.label("labelled", 4)
     tally.add("b", 5)
     tally.add("a", -10)
     assert (tally.held, tally.peak) == (5, 15)
-    assert +tally.parts_at_peak == {"a": 10, "of it": 4, "b": 5}
+    assert +tally.parts_at_peak == {"a": 10, "labelled": 4, "b": 5}
     tally.reset_peak()
-    assert (tally.peak, +tally.parts_at_peak) == (5, {"of it": 4, "b": 5})
+    assert (tally.peak, +tally.parts_at_peak) == (5, {"labelled": 4, "b": 5})
     assert told == [10, 15, 5]
 
 
@@ -140,20 +140,20 @@ def test_parts_of_a_step() -> None:
     assert not {"gradients", "optimizer"} & set(evaluated)
 
 
-def test_gradients_stay_until_the_step_is_over() -> None:
-    """With so few tokens, when all the weights' gradients are there."""
+def test_gradients_are_held_until_the_step_ends() -> None:
+    """With so few tokens the peak is reached when all gradients exist."""
     held = estimate(MODEL, 4, chunk_size=4).memory["device"]
     assert held["gradients"] == SIZES["all"]
 
 
-def test_all_together_is_between_its_parts() -> None:
-    """No less than what lies beyond the stores at its own peak, and no more than both peaks."""
+def test_the_peak_lies_between_the_peaks_of_its_parts() -> None:
+    """It is at least the peak outside the stores, and at most both peaks together."""
     for n in (2, 4, 8):
         each = estimate(MODEL, 16 * n, chunk_size=16, optimizer=AdamWSpec())
         assert each.outside_stores < sum(each.memory["device"].values()) <= each.outside_stores + each.peaks["device"]
 
 
-def test_what_gathers_is_on_the_device_and_leaves_it() -> None:
+def test_gathered_parameters_are_on_the_device_and_freed() -> None:
     found = estimate(MODEL, 64, chunk_size=16, parallel_dims=ParallelDims(dp=2), optimizer=AdamWSpec()).memory
     assert found["device"]["gathered parameters"] == SIZES["all"] - 2 * SIZES["layer"]
     assert found["device"]["parameters"] == SIZES["all"] // 2

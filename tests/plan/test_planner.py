@@ -1,4 +1,4 @@
-"""Plans on machines small enough that everything can be tried."""
+"""Plans on machines that are small enough to try every candidate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.search_space import Cluster, TrainingJob, chunk_sizes, keep_options, meshes
+from trunkline.plan.search_space import Candidate, Cluster, TrainingJob, chunk_sizes, keep_options, meshes
 from trunkline.plan.simulated_sharding import ShardingSpec
 
 MIB = 2**20
@@ -24,12 +24,12 @@ META_MODEL = MetaModel.from_model(
 
 
 def cluster(device_mib: float, *, devices: int = 1, host: int = 2**34) -> Cluster:
-    """With so much memory on a device that can be used."""
+    """Return machines with so much usable memory on each device."""
     hardware = constant(memory_bytes=int((device_mib * MIB + 3 * 2**29) / 0.96))
     return Cluster(hardware, devices, host)
 
 
-def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
+def test_the_plan_fits_and_is_the_fastest_of_the_simulated_candidates() -> None:
     planner = Planner(META_MODEL, cluster(64))
     plan = planner.best(TrainingJob(32_768))
     assert plan.excess <= 0
@@ -40,8 +40,10 @@ def test_what_is_chosen_fits_and_is_the_fastest_that_was_tried() -> None:
 
 
 @pytest.mark.parametrize("hidden_mib", [4, 2**10])
-def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.MonkeyPatch, hidden_mib: int) -> None:
-    """A device that holds more beside the stores than the short step showed gets smaller stores, or is refused."""
+def test_stores_shrink_when_the_step_holds_more_than_the_probe_showed(
+    monkeypatch: pytest.MonkeyPatch, hidden_mib: int
+) -> None:
+    """The stores get less where the full step holds more outside them than the short step; else nothing fits."""
     shown = estimate
 
     def probe(*args: object, **kwargs: object) -> Estimate:
@@ -58,7 +60,7 @@ def test_what_a_probe_did_not_show_is_taken_from_the_stores(monkeypatch: pytest.
         Planner(META_MODEL, cluster(4)).best(TrainingJob(32_768))
 
 
-def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
+def test_loading_takes_the_whole_model_where_it_is_sharded() -> None:
     count = sum(p.numel() for p in META_MODEL.model.parameters())
     whole = [
         Planner(META_MODEL, cluster(64, devices=2))
@@ -69,7 +71,7 @@ def test_loading_takes_the_whole_model_where_it_will_be_cut() -> None:
     assert whole == [0, 2 * count, 4 * count]
 
 
-def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:
+def test_less_device_memory_gives_plans_that_hold_less_until_nothing_fits() -> None:
     job = TrainingJob(32_768)
     roomy, tight = (Planner(META_MODEL, cluster(size)).best(job) for size in (256, 24))
     assert sum(roomy.estimate.memory["device"].values()) > sum(tight.estimate.memory["device"].values())
@@ -78,15 +80,16 @@ def test_leaner_machines_get_leaner_plans_until_nothing_fits() -> None:
         Planner(META_MODEL, cluster(1)).best(job)
 
 
-def test_budgets_reserve_what_a_step_needs_and_no_more() -> None:
+def test_the_host_budget_is_what_the_step_needs() -> None:
     plan = Planner(META_MODEL, cluster(24)).best(TrainingJob(32_768))
-    assert plan.settings["host_budget"] == plan.estimate.reserved["host"]
-    assert plan.estimate.peaks["host"] <= plan.settings["host_budget"] < 1.1 * plan.estimate.peaks["host"] + MIB
+    budget = plan.settings["memory"]["host_budget"]
+    assert budget == plan.estimate.reserved["host"]
+    assert plan.estimate.peaks["host"] <= budget < 1.1 * plan.estimate.peaks["host"] + MIB
 
 
 @pytest.mark.parametrize("device_mib", [16, 24, 40])
 def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
-    """Bounded by host memory; it ends, whatever the sizes."""
+    """Host memory limits the context; the search ends for every size of the device."""
     small = cluster(device_mib, host=64 * MIB)
     plan = Planner(META_MODEL, small).longest(TrainingJob(4_096), timed=False)
     assert plan.excess <= 0
@@ -95,18 +98,18 @@ def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
     planner = Planner(META_MODEL, small)
     for keep, every in keep_options(more, 4):
         for chunk in chunk_sizes(more, small.hardware):
-            candidate = type(plan.candidate)(ParallelDims(), plan.candidate.sharding_spec, chunk, keep, every)
-            assert planner._lack(more, candidate) is not None
+            candidate = Candidate(ParallelDims(), plan.candidate.sharding_spec, chunk, keep, every)
+            assert planner._shortfall(more, candidate) is not None
 
 
-def test_what_is_given_is_not_chosen() -> None:
+def test_settings_of_the_job_are_not_changed() -> None:
     fixed = {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2, "device_budget": 20 * MIB}
     plan = Planner(META_MODEL, cluster(256)).best(TrainingJob(16_384, fixed=fixed))
     assert plan.candidate.streaming == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
     assert plan.budgets.device == 20 * MIB
 
 
-def test_replicas_come_first_then_heads_then_rows() -> None:
+def test_meshes_use_replicas_first_then_heads_then_rows() -> None:
     job = TrainingJob(1_024, batch_size=4)
     assert [(d.dp, d.sp, d.cp) for d in meshes(job, cluster(64, devices=8), 4)] == [(4, 2, 1), (2, 4, 1), (1, 4, 2)]
     with pytest.raises(ValueError, match="makes 2 ranks"):
