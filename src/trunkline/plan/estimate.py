@@ -302,10 +302,10 @@ class Estimator:
             ValueError: the stores do not fit into their budgets.
         """
         batch = self._batch() if batch is None else batch
-        step, differentiate = self._begin(self._decoder, batch, seed, self._meta_model.attention_spans)
+        step, differentiable = self._begin(self._decoder, batch, seed, self._meta_model.attention_spans)
         if not self._tiers.limited:
             with step.replay.restored(), step.decoder.streamed_attention(), torch.no_grad():
-                probe_token(step, differentiable=differentiate)
+                probe_token(step, differentiable=differentiable)
         step.stores.close()
         return step
 
@@ -327,11 +327,11 @@ class Estimator:
         spans = [self._meta_model.attention_spans[layer] for layer in chosen]
         with self._op_tracer.tracing(), self._ranks.guard():
             with decoder.unsharded(None):
-                step, differentiate = self._begin(decoder, batch, seed, spans)
-                run_forward(step, differentiable=differentiate)
+                step, differentiable = self._begin(decoder, batch, seed, spans)
+                run_forward(step, differentiable=differentiable)
                 recorder.begin_phase("head")
-                loss = mean_loss(step, differentiable=differentiate)
-            if differentiate:
+                loss = mean_loss(step, differentiable=differentiable)
+            if differentiable:
                 recorder.begin_phase("backward")
                 run_backward(step, torch.empty_like(loss))
                 if self._sharding is not None:

@@ -268,17 +268,17 @@ class Planner:
         usable, budgets = self._cluster.usable_bytes, self.budgets(job, candidate)
         if budgets.device <= 0:
             each = "each device" if self._cluster.devices > 1 else "the device"
-            held = format_bytes(budgets.outside_stores)
+            held, states = format_bytes(budgets.outside_stores), format_bytes(budgets.model_states)
             return (
-                f"{each} has {format_bytes(usable['device'])} of usable memory, and needs {held} before anything is kept "
-                f"({format_bytes(budgets.model_states)} for parameters and optimizer, the rest for gradients and the "
-                f"computation of a chunk): {format_bytes(-budgets.device)} too much with {candidate}. Use more devices, "
-                "a device with more memory, ranks.offload, or a smaller chunk_size."
+                f"{each} has {format_bytes(usable['device'])} of usable memory, and needs {held} before anything is "
+                f"kept ({states} for parameters and optimizer, the rest for gradients and the computation of a chunk): "
+                f"{format_bytes(-budgets.device)} too much with {candidate}. Use more devices, a device with more "
+                "memory, ranks.offload, or a smaller chunk_size."
             )
         if usable["host"] and budgets.host <= 0:
             return (
-                f"host memory has {format_bytes(usable['host'])} for each device, and parameters and optimizer take all "
-                "of it (offload). Use a node with more memory."
+                f"host memory has {format_bytes(usable['host'])} for each device, and parameters and optimizer take "
+                "all of it (offload). Use a node with more memory."
             )
         try:
             self._estimator(job, candidate).place_stores()
