@@ -214,17 +214,19 @@ transformers, in two chunk sizes, with and without kept attention, and packed do
 alone. In fp64 the loss agrees to 1e-12 and gradients to 1e-8 (1e-6 where transformers computes a norm in fp32
 in any case). Families for which transformers has only eager attention, or a router in fp32, are compared in
 fp32, to 1e-5. Models with experts are also tested with each implementation of experts: `eager`, `batched_mm`,
-`grouped_mm`. ## Refused
+`grouped_mm`.
 """
 _REFUSED = """
+## Refused
 
 `stream` refuses these models and gives the reason; where it depends on the forward (dropout, kernels), the
-first forward does. Refused for every model: attention dropout in training, the auxiliary loss of experts
-(`output_router_logits`), rotary frequencies that depend on the length of the input (`dynamic`, `longrope`)
-beyond the original length, masks that are neither causal, nor a sliding window, nor attention chunks, left
-padding and masks with holes in training, prompt tuning and other adapters that do not call the model's forward.
+first forward does.
 """
 _ALSO = """
+Refused for every model: attention dropout in training, the auxiliary loss of experts (`output_router_logits`),
+rotary frequencies that depend on the length of the input (`dynamic`, `longrope`) beyond the original length,
+masks that are neither causal, nor a sliding window, nor attention chunks, left padding and masks with holes in
+training, prompt tuning and other adapters that do not call the model's forward.
 """
 
 
