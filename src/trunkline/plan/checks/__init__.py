@@ -30,6 +30,11 @@ class Finding:
         assert (self.fix is None) == (self.state == "ok"), self
 
 
+def judge(name: str, found: str, fix: str | None) -> Finding:
+    """Return a warning with its fix, or without one a finding that all is well."""
+    return Finding(name, "warn" if fix else "ok", found, fix)
+
+
 def attempt(name: str, check: Check) -> Iterator[Finding]:
     """Yield the findings of a check. A check that breaks down is a finding, too: the other lines still help."""
     try:

@@ -9,7 +9,7 @@ import torch
 
 from trunkline.attention import kernels
 from trunkline.attention.kernel_base import Kernel
-from trunkline.plan.checks import Finding
+from trunkline.plan.checks import Finding, judge
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,8 +55,7 @@ def check_attention(short: str, device: torch.device) -> Finding:
     text = "; ".join(by_dims if len(by_dims) > 1 else dims_by_line)
     if "cuda_flash" in chosen:
         text = f"{text}; FlashAttention {implementation[-1] if implementation else 2}"
-    slow = _fix(short, device, chosen, widened=widened, implementation=implementation)
-    return Finding(name, "warn" if slow else "ok", text, slow)
+    return judge(name, text, _fix(short, device, chosen, widened=widened, implementation=implementation))
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trunkline.attention import kernels
 from trunkline.plan import measurements
-from trunkline.plan.checks import Check, Finding, attempt, check_software
+from trunkline.plan.checks import Check, Finding, attempt, check_software, judge
 from trunkline.plan.checks.check_attention import DTYPES, check_attention
 from trunkline.units import format_bytes
 from trunkline.utils.host_limits import usable_processors
@@ -62,10 +62,9 @@ def check_gpu(device: torch.device) -> Finding:
     text = f"{text}, {format_bytes(free)} of {format_bytes(memory)} free"
     if torch.version.hip is None and (properties.major, properties.minor) < (8, 0):
         fix = "Train in float32 or float16 with short chunks, or use a device of compute capability 8.0 or newer."
-        return Finding(name, "warn", f"{text}: too old for flash attention and bfloat16", fix)
-    if free < 0.9 * memory:
-        return Finding(name, "warn", text, "End the other programs that nvidia-smi lists, or count on what is free.")
-    return Finding(name, "ok", text)
+        return judge(name, f"{text}: too old for flash attention and bfloat16", fix)
+    busy = "End the other programs that nvidia-smi lists, or count on the free memory."
+    return judge(name, text, busy if free < 0.9 * memory else None)
 
 
 def check_cpu() -> Finding:
@@ -80,11 +79,9 @@ def check_cpu() -> Finding:
     ) + (f" ({', '.join(half)})" if half else "")
     unused = _why_no_gpu()
     if unused is not None:
-        return Finding("device cpu", "warn", f"{text}. {unused[0]}", unused[1])
-    if threads > usable:
-        fix = f"Set OMP_NUM_THREADS={usable}: threads that share a processor wait for each other."
-        return Finding("device cpu", "warn", text, fix)
-    return Finding("device cpu", "ok", text)
+        return judge("device cpu", f"{text}. {unused[0]}", unused[1])
+    fix = f"Set OMP_NUM_THREADS={usable}: threads that share a processor wait for each other."
+    return judge("device cpu", text, fix if threads > usable else None)
 
 
 def _why_no_gpu() -> tuple[str, str] | None:
@@ -114,19 +111,12 @@ def check_link(device: torch.device) -> Finding:
     into, out, both_into, both_out = rates.values()
     name, text = f"link {device}", "in {:.1f} GB/s, out {:.1f} GB/s; at once {:.1f} and {:.1f}"
     text = text.format(*(rate / 1e9 for rate in rates.values()))
+    fix = "Run on the processors near the device (numactl), or hide the moves by a larger chunk_size."
     if min(into, out) < _SLOW:
-        fix = (
-            "Slower than PCIe 3 with 16 lanes: look at lanes and generation in nvidia-smi -q, and run on the "
-            "processors near the device (numactl). Until then a larger chunk_size moves less for what it computes."
-        )
-        return Finding(name, "warn", text, fix)
+        return judge(name, f"{text}: slower than PCIe 3 with 16 lanes (nvidia-smi -q shows lanes and generation)", fix)
     if min(both_into / into, both_out / out) < _SHARED:
-        fix = (
-            "Run on the processors near the device (numactl). Otherwise count on the speed at once: a larger "
-            "chunk_size hides it."
-        )
-        return Finding(name, "warn", f"{text}: the directions take speed from each other", fix)
-    return Finding(name, "ok", text)
+        return judge(name, f"{text}: the directions take speed from each other", fix)
+    return judge(name, text, None)
 
 
 def check_ranks(num_gpus: int) -> Finding:
@@ -136,8 +126,8 @@ def check_ranks(num_gpus: int) -> Finding:
         num_gpus: CUDA devices of this machine.
     """
     if not dist.is_available():
-        fix = "For several processes install a PyTorch built with torch.distributed."
-        return Finding("ranks", "warn", "this PyTorch is built without torch.distributed", fix)
+        fix = "For several processes install a PyTorch built with it."
+        return judge("ranks", "this PyTorch is built without torch.distributed", fix)
     nccl, gloo = dist.is_nccl_available(), dist.is_gloo_available()
     has = ([f"NCCL {nccl_version()}"] if nccl else []) + (["gloo"] if gloo else [])
     world = os.environ.get("WORLD_SIZE")
@@ -148,10 +138,8 @@ def check_ranks(num_gpus: int) -> Finding:
         fix = f"torchrun --nproc-per-node {num_gpus}: each process needs a device of its own."
         return Finding("ranks", "fail", f"{text}, on {num_gpus} devices", fix)
     missing = "NCCL" if num_gpus and not nccl else "gloo" if not gloo else None
-    if missing is not None:
-        fix = f"For several processes install a PyTorch built with {missing}."
-        return Finding("ranks", "warn", f"{text}; {missing} is missing", fix)
-    return Finding("ranks", "ok", text)
+    fix = f"{missing} is missing: for several processes install a PyTorch built with it."
+    return judge("ranks", text, fix if missing else None)
 
 
 def nccl_version() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trunkline.plan.checks import Finding, attempt
+from trunkline.plan.checks import Finding, attempt, judge
 from trunkline.units import format_bytes
 
 _FILE = 256 * 2**20  # bytes; more is not written than half a second of a fast disk
@@ -74,14 +74,10 @@ def check_disk(folder: Path) -> list[Finding]:
         f"{format_bytes(free)} free in {folder} ({kind})",
         "to --disk here and as offload_dir in training.",
     )
+    fix = f"Free some space, or give a folder on a larger disk, {elsewhere}" if free < _ROOM else None
     if kind in ("tmpfs", "ramfs"):
-        fix = f"What is put there takes host memory: give a folder on a disk, {elsewhere}"
-        room = Finding("disk", "warn", f"{text}, which is memory, not a disk", fix)
-    elif free < _ROOM:
-        room = Finding("disk", "warn", text, f"Free some space, or give a folder on a larger disk, {elsewhere}")
-    else:
-        room = Finding("disk", "ok", text)
-    return [room, *attempt("disk speed", lambda: check_speed(folder, free))]
+        text, fix = f"{text}, which is memory, not a disk", f"Give a folder on a disk, {elsewhere}"
+    return [judge("disk", text, fix), *attempt("disk speed", lambda: check_speed(folder, free))]
 
 
 def check_speed(folder: Path, free: int) -> Finding:
@@ -92,11 +88,8 @@ def check_speed(folder: Path, free: int) -> Finding:
         free: bytes there; the file takes at most half of them.
     """
     if free < 2 * _BLOCK:
-        fix = "Free some space, or give another folder to --disk."
-        return Finding("disk speed", "warn", f"not measured, with {format_bytes(free)} free", fix)
+        return judge("disk speed", f"not measured, with {format_bytes(free)} free", "Free some space there.")
     write, read, nbytes = measure_disk(folder, min(_FILE, free // 2))
     text = f"writes {write / 1e9:.2f} GB/s, reads {read / 1e9:.2f} GB/s ({format_bytes(nbytes)} measured)"
-    if min(write, read) >= _SLOW:
-        return Finding("disk speed", "ok", text)
     fix = "With offload_dir compute will wait for it: give a folder on a local NVMe disk, or larger budgets of memory."
-    return Finding("disk speed", "warn", text, fix)
+    return judge("disk speed", text, fix if min(write, read) < _SLOW else None)

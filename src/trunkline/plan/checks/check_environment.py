@@ -4,28 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 from trunkline.plan.checks import Finding
 from trunkline.utils.host_limits import usable_processors
-
-
-class _VariableRule(NamedTuple):
-    """When the value of a variable matters, and what it does then.
-
-    Attributes:
-        names: variables that mean the same, separated by spaces.
-        matters: takes the value in lower case.
-        effect: on training.
-        fix: None where the value is as it should be.
-        devices: CUDA devices from which on it matters.
-    """
-
-    names: str
-    matters: Callable[[str], bool]
-    effect: str
-    fix: str | None
-    devices: int = 0
 
 
 def _on(value: str) -> bool:
@@ -38,39 +19,37 @@ def _expandable(value: str) -> bool:
 
 _DEBUG = "Unset it; it is for finding errors."
 _ALLOCATOR = "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF"
-_RULES = (
-    _VariableRule(_ALLOCATOR, _expandable, "device memory grows without fragments", None, 1),
-    _VariableRule(_ALLOCATOR, lambda value: bool(value) and not _expandable(value),
-        "without expandable segments device memory may be fragmented into pieces too small for a chunk",
-        "Add expandable_segments:True.", 1),
-    _VariableRule("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, "every tensor calls the driver, which waits for the device",
-        _DEBUG, 1),
-    _VariableRule("CUDA_LAUNCH_BLOCKING", _on, "the host waits for every kernel, and no move runs beside compute",
-        _DEBUG, 1),
-    _VariableRule("TORCH_CUDA_SANITIZER", _on, "every memory access is checked, many times slower", _DEBUG, 1),
-    _VariableRule("CUDA_VISIBLE_DEVICES", lambda value: value in ("", "-1"), "hides every CUDA device",
-        "Unset it, or name devices, such as 0,1."),
-    _VariableRule("OMP_NUM_THREADS MKL_NUM_THREADS", lambda value: value == "1" and usable_processors() >= 4,
-        "one thread for all that this processor computes",
-        "Unset it, or set it to the processors of each process: torchrun sets 1 where it is unset."),
-    _VariableRule("ATEN_CPU_CAPABILITY", lambda value: value in ("default", "avx2"),
-        "keeps PyTorch from some instructions of the processor", "Unset it."),
-    _VariableRule("ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA", lambda value: value not in ("", "default", "all"),
-        "keeps matrix products from some instructions of the processor, perhaps from bfloat16's", "Unset it."),
-    _VariableRule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on,
-        "matrix products of float32 are rounded to 10 bits, 1e-3 of their value",
-        "Unset it, unless float32 is meant to be that coarse.", 1),
-    _VariableRule("NCCL_P2P_DISABLE", _on, "ranks exchange through host memory instead of NVLink",
-        "Unset it, unless training hangs without.", 2),
-    _VariableRule("NCCL_SHM_DISABLE", _on, "ranks that cannot reach each other's memory exchange through the network",
-        "Unset it; /dev/shm of some GiB is the better fix.", 2),
-    _VariableRule("NCCL_IB_DISABLE", _on, "machines exchange over TCP instead of InfiniBand",
-        "Unset it where there is InfiniBand.", 1),
-    _VariableRule("TORCH_DISTRIBUTED_DEBUG", lambda value: value == "detail",
-        "every collective waits until all ranks have been compared", "Unset it; it is for finding hangs."),
-    _VariableRule("TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE", _on, "compile=True has no effect", "Unset it."),
-    _VariableRule("HF_HUB_OFFLINE TRANSFORMERS_OFFLINE", _on, "models and tokenizers come from folders and caches only",
-        None),
+# Variables that mean the same; a test whether the value (in lower case) matters; from how many GPUs on it does; its
+# effect; the fix, or None where the value is as it should be.
+_RULES: tuple[tuple[str, Callable[[str], bool], int, str, str | None], ...] = (
+    (_ALLOCATOR, _expandable, 1, "device memory grows without fragments", None),
+    (_ALLOCATOR, lambda value: bool(value) and not _expandable(value), 1,
+     "without expandable segments device memory may be fragmented into pieces too small for a chunk",
+     "Add expandable_segments:True."),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _on, 1, "every tensor calls the driver, which waits for the device", _DEBUG),
+    ("CUDA_LAUNCH_BLOCKING", _on, 1, "the host waits for every kernel, and no move runs beside compute", _DEBUG),
+    ("TORCH_CUDA_SANITIZER", _on, 1, "every memory access is checked, many times slower", _DEBUG),
+    ("CUDA_VISIBLE_DEVICES", lambda value: value in ("", "-1"), 0, "hides every CUDA device",
+     "Unset it, or name devices, such as 0,1."),
+    ("OMP_NUM_THREADS MKL_NUM_THREADS", lambda value: value == "1" and usable_processors() >= 4, 0,
+     "one thread for all that this processor computes",
+     "Unset it, or set it to the processors of each process: torchrun sets 1 where it is unset."),
+    ("ATEN_CPU_CAPABILITY", lambda value: value in ("default", "avx2"), 0,
+     "keeps PyTorch from some instructions of the processor", "Unset it."),
+    ("ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA", lambda value: value not in ("", "default", "all"), 0,
+     "keeps matrix products from some instructions of the processor, perhaps from bfloat16's", "Unset it."),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on, 1, "float32 matrix products are rounded to 10 bits, 1e-3 of their value",
+     "Unset it, unless float32 is meant to be that coarse."),
+    ("NCCL_P2P_DISABLE", _on, 2, "ranks exchange through host memory instead of NVLink",
+     "Unset it, unless training hangs without."),
+    ("NCCL_SHM_DISABLE", _on, 2, "ranks that cannot reach each other's memory exchange through the network",
+     "Unset it; /dev/shm of some GiB is the better fix."),
+    ("NCCL_IB_DISABLE", _on, 1, "machines exchange over TCP instead of InfiniBand",
+     "Unset it where there is InfiniBand."),
+    ("TORCH_DISTRIBUTED_DEBUG", lambda value: value == "detail", 0,
+     "every collective waits until all ranks have been compared", "Unset it; it is for finding hangs."),
+    ("TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE", _on, 0, "compile=True has no effect", "Unset it."),
+    ("HF_HUB_OFFLINE TRANSFORMERS_OFFLINE", _on, 0, "models and tokenizers come from folders and caches only", None),
 )  # fmt: skip
 
 
@@ -81,9 +60,9 @@ def check_variables(num_gpus: int) -> list[Finding]:
         num_gpus: CUDA devices of this machine.
     """
     findings = [
-        Finding("environment", "warn" if rule.fix else "ok", f"{name}={os.environ[name]}: {rule.effect}", rule.fix)
-        for rule in _RULES
-        for name in rule.names.split()
-        if name in os.environ and num_gpus >= rule.devices and rule.matters(os.environ[name].strip().lower())
+        Finding("environment", "warn" if fix else "ok", f"{name}={os.environ[name]}: {effect}", fix)
+        for names, matters, gpus, effect, fix in _RULES
+        for name in names.split()
+        if name in os.environ and num_gpus >= gpus and matters(os.environ[name].strip().lower())
     ]
     return findings or [Finding("environment", "ok", "nothing is set that changes how training goes")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from trunkline.plan.checks import Finding
+from trunkline.plan.checks import Finding, judge
 from trunkline.units import format_bytes
 from trunkline.utils.host_limits import available_memory, memory_limit
 
@@ -27,21 +27,17 @@ def check_host_memory() -> Finding:
             f"({format_bytes(total)} in the machine)"
         )
     fix = (
-        "End other programs, or raise the container's limit (docker run --memory, the memory of the job): past it the "
-        "process is killed without a message. A budget with offload_dir keeps training below it."
+        "End other programs, or raise the limit (docker run --memory): past it the process is killed without a message."
     )
-    return _judge("host memory", text, available >= _LITTLE, fix)
+    return judge("host memory", text, fix if available < _LITTLE else None)
 
 
 def check_swap() -> Finding:
     """Check that little memory has been moved to swap."""
     swap = psutil.swap_memory()
-    fix = (
-        "Something has run out of memory here before: end other programs, and set device_budget or host_budget with "
-        "offload_dir, which moves chunks before they are needed, as swapping does not."
-    )
+    fix = "End other programs, or set budgets and offload_dir: chunks are prefetched, and swapped memory is not."
     text = f"{format_bytes(swap.used)} of {format_bytes(swap.total)} used" if swap.total else "none"
-    return _judge("swap", text, swap.used <= swap.total / 10, fix)
+    return judge("swap", text, fix if swap.used > swap.total / 10 else None)
 
 
 def check_locked_memory(cuda: bool) -> Finding:
@@ -53,28 +49,21 @@ def check_locked_memory(cuda: bool) -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "no limit")
-    if not cuda:
-        return Finding("locked memory", "ok", f"at most {format_bytes(limit)}; on a CPU nothing is locked")
-    return Finding(
-        "locked memory",
-        "warn",
-        f"at most {format_bytes(limit)}; the host slab (host_budget) is locked, and so are InfiniBand's buffers",
-        "ulimit -l unlimited (memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity of a service, "
-        "docker run --ulimit memlock=-1).",
+    locked = "the host slab (host_budget) is locked, and so are InfiniBand's buffers" if cuda else "a CPU locks nothing"
+    fix = (
+        "ulimit -l unlimited (memlock in limits.conf, LimitMEMLOCK=infinity of a service, docker --ulimit memlock=-1)."
     )
+    return judge("locked memory", f"at most {format_bytes(limit)}; {locked}", fix if cuda else None)
 
 
 def check_shared_memory() -> Finding:
     """Check that processes can exchange data through shared memory, as NCCL and data loaders do."""
-    fix = (
-        "NCCL and the workers of data loaders die without it: docker run --shm-size=16g or --ipc=host; in Kubernetes "
-        "mount an emptyDir of medium Memory at /dev/shm."
-    )
+    fix = "NCCL and data loaders die without it: docker run --shm-size=16g; in Kubernetes an emptyDir of medium Memory."
     if not SHARED.is_dir():
         return Finding("shared memory", "warn", f"{SHARED} does not exist", fix)
     room = psutil.disk_usage(str(SHARED))
     text = f"{format_bytes(room.free)} of {format_bytes(room.total)} free in {SHARED}"
-    return _judge("shared memory", text, room.free >= _LITTLE_SHARED, fix)
+    return judge("shared memory", text, fix if room.free < _LITTLE_SHARED else None)
 
 
 def check_open_files() -> Finding:
@@ -84,8 +73,4 @@ def check_open_files() -> Finding:
         return Finding("open files", "ok", "no limit")
     highest = "" if hard == resource.RLIM_INFINITY or hard >= 65_536 else f" (this machine allows {hard:,})"
     fix = f"ulimit -n 65536{highest}: many ranks and the parts of a large model need more than {soft:,}."
-    return _judge("open files", f"at most {soft:,}", soft >= _OPEN_FILES, fix)
-
-
-def _judge(name: str, found: str, well: bool, fix: str) -> Finding:
-    return Finding(name, "ok", found) if well else Finding(name, "warn", found, fix)
+    return judge("open files", f"at most {soft:,}", fix if soft < _OPEN_FILES else None)

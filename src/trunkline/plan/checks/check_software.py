@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from trunkline.plan.checks import Finding
+from trunkline.plan.checks import Finding, judge
 
 # What each optional package gives, and its oldest version that does; "" for any.
 OPTIONAL: dict[str, tuple[str, str]] = {
@@ -83,8 +83,8 @@ def check_optional(name: str) -> Finding:
     except metadata.PackageNotFoundError:
         return Finding(name, "ok", f"not installed ({gives})")
     if SpecifierSet(needed).contains(version, prereleases=True):
-        return Finding(name, "ok", f"{version}: {gives}")
-    return Finding(name, "warn", f"{version}, and {needed} is needed for {gives}", f"pip install '{name}{needed}'")
+        return judge(name, f"{version}: {gives}", None)
+    return judge(name, f"{version}, and {needed} is needed for {gives}", f"pip install '{name}{needed}'")
 
 
 def check_compiler() -> Finding:
@@ -94,12 +94,11 @@ def check_compiler() -> Finding:
     if None in paths.values():
         missing = [f"no {language} compiler ({programs[language]})" for language, path in paths.items() if path is None]
         fix = "For compile=True install them (apt install build-essential), or name them in CC and CXX."
-        return Finding("compiler", "warn", " and ".join(missing), fix)
+        return judge("compiler", " and ".join(missing), fix)
     found, headers = ", ".join(map(str, paths.values())), Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
-        fix = "For compile=True install them (apt install python3-dev)."
-        return Finding("compiler", "warn", f"{found}, but no Python.h in {headers}", fix)
-    return Finding("compiler", "ok", f"{found}, for compile=True")
+        return judge("compiler", f"{found}, but no Python.h in {headers}", "apt install python3-dev, for compile=True.")
+    return judge("compiler", f"{found}, for compile=True", None)
 
 
 def check_triton() -> Finding:
