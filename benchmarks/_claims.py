@@ -1,7 +1,7 @@
-"""What every letter of `claims.py` stands on: models without contents, one way to rehearse each side, and the table.
+"""What every letter of `claims.py` stands on: models without contents, one way to estimate each side, and the table.
 
 Nothing is set for a row alone: the chunk follows from the length, everything else from the two functions here that
-rehearse, `ours` and `alone`.
+estimate, `ours` and `alone`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FITS = "it fits."  # what Planner.why_not says then
 _POSITIONS = 64 * M
 
 ASSUMED = [
-    "Rehearsed, not run: the real engine on tensors without contents, timed with the figures of "
+    "Estimated, not run: the real engine on tensors without contents, timed with the figures of "
     "trunkline.plan.hardware as they stand. K is 1,024 tokens, M is 1,048,576.",
     "GPTs have the widths of trunkline.train.presets with rotary positions (GPT-NeoX without the parallel residual, "
     "tied head, 50,257 words): a learned table of millions of positions would itself be billions of parameters. Llama "
@@ -57,7 +57,7 @@ class Answer:
         columns: of the table.
         rows: cells, as text.
         assumed: beyond `ASSUMED`.
-        notes: what is derived rather than rehearsed, and what cannot be rehearsed.
+        notes: what is derived rather than estimated, and what cannot be estimated.
         figures: the numbers behind the rows.
     """
 
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """One rehearsal, or why there is none.
+    """One estimate, or why there is none.
 
     Attributes:
         why: it does not fit; empty where it does.
@@ -181,7 +181,7 @@ def billions(meta_model: MetaModel) -> float:
     return sum(p.numel() for p in meta_model.model.parameters()) / 1e9
 
 
-# -- rehearsing --------------------------------------------------------------------------------------------------------
+# -- estimating --------------------------------------------------------------------------------------------------------
 
 
 def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Cluster:

@@ -145,7 +145,7 @@ def trainable(_: Path) -> Answer:
          "LoRA of rank 16 on all linear layers (float32 adapters on a frozen "
          "bf16 base). One device: everything on it, or offloaded where that is needed or goes further. Eight: ZeRO-2 "
          "or 3, then with offload. PyTorch's own FlashAttention 2 on all."],
-        ["Where a step has no time it does not fit. With every 4th input a step is rehearsed where it does not fit "
+        ["Where a step has no time it does not fit. With every 4th input a step is estimated where it does not fit "
          "with all of them: what is computed again without attention adds about 1%."], figures,
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def _step(run: Run, every: int) -> str:
 def _trained(
     planner: Planner, meta_model: MetaModel, cluster: Cluster, keep: tuple[str, ...], every: int, known: dict[int, Run]
 ) -> tuple[int, dict[int, Run]]:
-    """The longest context, and steps: those known that fit are not rehearsed again."""
+    """The longest context, and steps: those known that fit are not estimated again."""
 
     def job(length: int, sharding_spec: ShardingSpec | None = None) -> TrainingJob:
         fixed = {"chunk_size": _CHUNK, "keep": keep, "checkpoint_every": every}

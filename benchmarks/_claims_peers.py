@@ -1,4 +1,4 @@
-"""Letter f of `claims.py`: what FPDT, UPipe and Ulysses published, beside rehearsals of the same steps."""
+"""Letter f of `claims.py`: what FPDT, UPipe and Ulysses published, beside estimates of the same steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _UPIPE = {
 
 
 def peers(out: Path) -> Answer:
-    """f: published and rehearsed."""
+    """f: published and estimated."""
     rows, figures = [], []
     for name, devices, length, published, offloaded in _ULYSSES:
         meta_model, cluster = model_of(name), machine_of("a100-80g", devices)
@@ -86,8 +86,8 @@ def peers(out: Path) -> Answer:
                         "ulysses": plain.figures(), "nothing kept": lean.figures(), "ours": best.figures(),
                         "ceilings": tops})  # fmt: skip
     return Answer(
-        "f", "Peers: published and rehearsed",
-        ["model, machine", "tokens", "published (MFU in FPDT's convention, or tokens/s a device)", "rehearsed", "fits",
+        "f", "Peers: published and estimated",
+        ["model, machine", "tokens", "published (MFU in FPDT's convention, or tokens/s a device)", "estimated", "fits",
          "MFU", "talk", "HFU", "more"], rows,
         ["'talk' is what FPDT would call our MFU. Where attention is kept it runs once in our step and is counted "
          "twice by that convention: 'talk' then exceeds HFU, and can exceed what a step that recomputes could reach.",
@@ -95,7 +95,7 @@ def peers(out: Path) -> Answer:
          "profile's fastest products and all-pairs attention alone, attention forward twice and once.",
          "'alone' on H100 has no limit of memory: the published Ulysses computes the feed-forward in tiles and keeps "
          "inputs in host memory, which changes bytes and hardly time."],
-        ["Not rehearsed: FPDT's rows with tensor parallelism (32K, 128K, 512K), and Ulysses with ZeRO-3 without "
+        ["Not estimated: FPDT's rows with tensor parallelism (32K, 128K, 512K), and Ulysses with ZeRO-3 without "
          "checkpointing (64K): the engine always replays."], figures,
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ def few_devices(_: Path) -> Answer:
          "MFU", "talk", "a step"], rows,
         [f"Ours: chunks of {tokens(chunk_of(M))}, attention kept. The model has 16 heads: beyond 16 devices keys and "
          "values are gathered."],
-        [f"Derived, not rehearsed (the engine always replays): without checkpointing a layer keeps about 34 bytes for "
+        [f"Derived, not estimated (the engine always replays): without checkpointing a layer keeps about 34 bytes for "
          f"each token and hidden unit, {stored / GIB:,.0f} GiB in all, and whole logits in bf16 and float32 with "
          f"their gradient {logits / GIB:,.0f} GiB: "
          f"{(stored + logits) / machine_of(_A100, 1).usable_bytes['device']:,.1f} devices' memory."], figures,
@@ -201,7 +201,7 @@ def draw(lines: list[Timeline], insides: list[tuple[float, float]], capacity: in
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3 * len(lines)), dpi=150, layout="constrained")
-    figure.suptitle("Memory of one of 16 A100-80G through a step: GPT 30B, 40 layers, 1M tokens (rehearsed)")
+    figure.suptitle("Memory of one of 16 A100-80G through a step: GPT 30B, 40 layers, 1M tokens (estimated)")
     axes = figure.subplots(len(lines), 2, sharey=True)
     for line, inside, (whole, layer) in zip(lines, insides, axes, strict=True):
         _memory(whole, line, (0, line.seconds), capacity)

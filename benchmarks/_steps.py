@@ -12,7 +12,7 @@ import trunkline
 
 
 def smallest_budget(model: Any, length: int, **settings: Any) -> int:
-    """The smallest device budget that a step of so many tokens accepts, found out by rehearsing it."""
+    """The smallest device budget that a step of so many tokens accepts, found out by estimating it."""
     low, high = 1, 2**34
     while high - low > 4_096:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The claims of the FPDT talk and paper (arXiv 2408.16978), rehearsed: one table a letter.
+"""The claims of the FPDT talk and paper (arXiv 2408.16978), estimated: one table a letter.
 
 Nobody needs the machines: the real engine runs on tensors without contents, and a clock takes every operator's time
 from a hardware profile. What is assumed is printed above the tables, and nothing is tuned for a row.
@@ -49,7 +49,7 @@ def drawn(answer: Answer) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LETTERS, default=list(LETTERS), metavar="LETTER",
-                        help="letters to rehearse; the tables of the others are those of the last run")  # fmt: skip
+                        help="letters to estimate; the tables of the others are those of the last run")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder for files and figures")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -60,11 +60,11 @@ def main() -> None:
         console.print(f"assumed: {text}", highlight=False)
     answers = []
     for letter, estimate in LETTERS.items():
-        # A file for each letter, so that two may be rehearsed at the same time.
+        # A file for each letter, so that two may be estimated at the same time.
         path = given.out / f"claims-{letter}.json"
         if letter in given.only:
             begin = time.perf_counter()
-            with console.status(f"rehearsing {letter}"):
+            with console.status(f"estimating {letter}"):
                 answer = estimate(given.out)
             write_json(path, {"seconds": time.perf_counter() - begin, "answer": dataclasses.asdict(answer)})
         elif path.is_file():

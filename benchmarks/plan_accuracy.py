@@ -1,7 +1,7 @@
-"""How true a rehearsal is on this machine: predicted and measured, of the same steps.
+"""How true an estimate is on this machine: predicted and measured, of the same steps.
 
 First the machine is measured, as `trunkline tune` does it, for one process and for two at a time; then every setting is
-rehearsed with that profile, and run. Times are the least of several rounds, in alternation over all settings, since
+estimated with that profile, and run. Times are the least of several rounds, in alternation over all settings, since
 other programs run here, too. Memory is the peak of the resident set of a process of its own, above what the model and
 its libraries took before.
 
@@ -132,7 +132,7 @@ def _memory(setup: Setup, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted(setup: Setup, setting: Setting, hardware: Hardware) -> dict[str, Any]:
-    """What a rehearsal says of a step."""
+    """What an estimate says of a step."""
     found = estimate(
         build(setup, setting.dtype), setting.length, device="cpu", hardware=hardware,
         parallel_dims=ParallelDims(sp=setting.ranks), sharding_spec=ShardingSpec(zero=0), **setting.settings,

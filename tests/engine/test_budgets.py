@@ -264,7 +264,7 @@ def test_budgets_that_are_too_small() -> None:
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_a_rehearsal_says_what_a_step_does_to_the_byte(
+def test_an_estimate_equals_the_step_to_the_byte(
     keep: tuple[str, ...], checkpoint_every: int, prefetch: int, tmp_path: Path
 ) -> None:
     model = build("qwen3", torch.float32)
@@ -289,7 +289,7 @@ def test_a_rehearsal_says_what_a_step_does_to_the_byte(
     assert estimate(model, 37, batch_size=2, backward=False, **choice).peaks["disk"] < expected.peaks["disk"]
 
 
-def test_a_rehearsal_refuses_what_is_no_length_and_reads_well() -> None:
+def test_an_estimate_refuses_bad_lengths_and_prints_one_line() -> None:
     model = build("llama")
     for wrong in ({"seq_len": 0}, {"seq_len": "1M"}, {"seq_len": 8, "batch_size": 0}):
         with pytest.raises(ValueError, match="give a positive whole number"):
@@ -298,7 +298,7 @@ def test_a_rehearsal_refuses_what_is_no_length_and_reads_well() -> None:
     assert str(estimate(model, 8)).endswith("moves nothing")
 
 
-def test_a_rehearsal_of_a_model_that_nobody_here_could_run() -> None:
+def test_a_model_too_large_for_this_machine_is_estimated() -> None:
     """Eight billion parameters, a million tokens: everything kept, and the least."""
     with torch.device("meta"):
         model = LlamaForCausalLM(

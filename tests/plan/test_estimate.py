@@ -1,4 +1,4 @@
-"""A rehearsal against the step that it stands for: every tier's peak and every lane's bytes, to the byte."""
+"""An estimate equals the real step: every tier's peak and every lane's bytes, to the byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def case(family: str = "llama", seq_len: int = 37, batch: int = 1, **more: Any) 
     return {"family": family, "seq_len": seq_len, "batch": batch, **more}
 
 
-# What is rehearsed nowhere else: test_budgets.py goes through `keep`, `checkpoint_every` and `prefetch` on a disk.
+# Steps that no other test estimates: test_budgets.py varies `keep`, `checkpoint_every` and `prefetch` on a disk.
 STEPS = {
     "all on the device": case("gpt2", batch=2, chunk_size=8),
     "a chunk of one token": case(seq_len=9, chunk_size=1, device_budget="8KiB"),
@@ -114,7 +114,7 @@ def test_a_forward_alone(budget: str | None, tmp_path: Path) -> None:
 
 
 def test_the_model_stays_as_it_was() -> None:
-    """Rehearsed while it is streamed, too: its own tiers and forward see nothing of it."""
+    """Estimated while it is streamed, too: its own tiers and forward see nothing of it."""
     model = build("llama", torch.float32)
     trunkline.stream(model, chunk_size=8)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -126,7 +126,7 @@ def test_the_model_stays_as_it_was() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_one_blank_serves_many_rehearsals() -> None:
+def test_one_meta_model_serves_many_estimates() -> None:
     """And what one of them does to it no other sees: parameters spread over ranks, then whole again."""
     model = build("llama", torch.float32)
     meta_model = MetaModel.from_model(model)
@@ -136,7 +136,7 @@ def test_one_blank_serves_many_rehearsals() -> None:
         assert estimate(meta_model, 32, chunk_size=8) == estimate(model, 32, chunk_size=8)
 
 
-def test_what_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     model = build("llama", torch.float32)
 
     def refused(match: str, seq_len: Any = 8, **given: Any) -> None:
@@ -147,7 +147,7 @@ def test_what_is_refused() -> None:
         refused(f"seq_len={wrong!r}: give a positive whole number", wrong)
     refused("batch_size=0", batch_size=0)
     for documents in ((3, 4), (3, 6), (8, 0), (9, -1), ()):
-        refused("lengths of at least 1 token that are 8 together", documents=documents)
+        refused("lengths of at least 1 token that sum to 8", documents=documents)
     refused("sp=3 does not divide 4 query and 2 key/value heads", parallel_dims=ParallelDims(sp=3))
     refused("dp=0: give a positive whole number", parallel_dims=ParallelDims(dp=0))
     refused("hardware='a100-80': no such profile; there are a100-80g,", hardware="a100-80")
@@ -156,8 +156,8 @@ def test_what_is_refused() -> None:
     )
     refused("device_budget leaves 4.0 KiB", 64, device_budget="4KiB", chunk_size=4)
     refused("device_budget='lots'", device_budget="lots")
-    refused(r"chunksize is no setting of stream\(\): did you mean chunk_size", chunksize=4)
-    refused("mesh: a rehearsal has no ranks", mesh={"sp": 2})
+    refused(r"chunksize is not a setting of stream\(\): did you mean chunk_size", chunksize=4)
+    refused("mesh: an estimate needs no ranks", mesh={"sp": 2})
     refused("parallel_dims={'sp': 2}: give trunkline.ParallelDims", parallel_dims={"sp": 2})
 
 

@@ -1,4 +1,4 @@
-"""Rehearsed steps as timelines: the rehearsal's peaks, the work of its lanes, and the spike that chunks take away."""
+"""Estimated steps as timelines: the estimate's peaks, the work of its lanes, and the spike that chunks take away."""
 
 from itertools import pairwise
 
@@ -35,24 +35,24 @@ CASES = {
 
 
 @pytest.fixture(params=CASES, scope="module")
-def estimated(request, model):
+def step_estimate(request, model):
     settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamWSpec(), "drawn": True}
     return estimate(model, SEQ_LEN, **settings, **CASES[request.param])
 
 
 @pytest.fixture(scope="module")
-def timeline(rehearsal):
-    return timeline_of(rehearsal, "a step", {"device": 2**37, "host": None})
+def timeline(step_estimate):
+    return timeline_of(step_estimate, "a step", {"device": 2**37, "host": None})
 
 
-def test_peaks_are_those_of_the_rehearsal(rehearsal, timeline):
-    for tier, parts in rehearsal.memory.items():
+def test_peaks_equal_those_of_the_estimate(step_estimate, timeline):
+    for tier, parts in step_estimate.memory.items():
         assert timeline.peak(tier) == sum(parts.values())
         assert sum(timeline.holders[tier].values()) == sum(parts.values())
     assert timeline.peak("device") > 50 * 2**20
 
 
-def test_memory_goes_up_and_down_within_each_chunk(timeline):
+def test_memory_rises_and_falls_within_each_chunk(timeline):
     """A spike for each chunk of each layer's backward: an MLP's inner activations come and go."""
     (backward,) = (phase for phase in timeline.phases if phase.name == "backward")
     held = [nbytes for second, nbytes in timeline.memory["device"] if backward.begin <= second <= backward.end]
@@ -66,8 +66,8 @@ def test_memory_goes_up_and_down_within_each_chunk(timeline):
     assert turns >= 2 * 8 * 6
 
 
-def test_lanes_worked_as_long_as_the_rehearsal_says(rehearsal, timeline):
-    busy = {lane: seconds for lane, seconds in rehearsal.step.busy.items() if seconds}
+def test_lanes_work_as_long_as_in_the_estimate(step_estimate, timeline):
+    busy = {lane: seconds for lane, seconds in step_estimate.step.busy.items() if seconds}
     for lane, seconds in busy.items():
         # What took less than the clock's nanosecond is not drawn.
         assert timeline.busy(lane) == pytest.approx(seconds, rel=1e-6)
@@ -80,13 +80,13 @@ def test_lanes_worked_as_long_as_the_rehearsal_says(rehearsal, timeline):
     }  # fmt: skip
 
 
-def test_phases_follow_each_other(rehearsal, timeline):
+def test_phases_follow_each_other(step_estimate, timeline):
     assert [phase.name for phase in timeline.phases] == ["embed", "forward", "head", "backward", "optimizer"]
     assert all(a.end == b.begin for a, b in pairwise(timeline.phases))
-    assert timeline.phases[-1].end == pytest.approx(timeline.seconds) == rehearsal.step.seconds
+    assert timeline.phases[-1].end == pytest.approx(timeline.seconds) == step_estimate.step.seconds
 
 
-def test_a_file_gives_it_back(timeline):
+def test_json_round_trip(timeline):
     assert Timeline.from_json(timeline.to_json()) == timeline
 
 
@@ -104,7 +104,7 @@ def test_the_spike_is_smaller_in_chunks(model):
     assert unchunked.hardware_flops == pytest.approx((unchunked.model_flops - head) * 4 / 3 + head, rel=0.01)
 
 
-def test_points_are_bounded_and_the_peak_is_none_of_those_left_out(model):
+def test_the_number_of_points_is_bounded_and_the_peak_is_kept(model):
     many = estimate(model, SEQ_LEN, chunk_size=64, hardware="h200", timeline=True)
     assert len(many.step.memory["device"]) > MOST_POINTS // 2
     timeline = timeline_of(many, "many chunks", {})
@@ -118,7 +118,7 @@ def test_capacity_of_a_device_and_its_share_of_the_host():
     assert capacity_of(hardware, 64)["host"] == hardware.host_bytes // hardware.devices_per_node
 
 
-def test_without_time_or_drawing_there_is_nothing_to_draw(model):
+def test_an_estimate_without_time_or_timeline_is_refused(model):
     for settings in ({"drawn": True}, {"hardware": "h200"}):
         with pytest.raises(ValueError, match="drawn=True"):
             timeline_of(estimate(model, 4096, chunk_size=2048, **settings), "a step", {})

@@ -1,4 +1,4 @@
-"""How long a rehearsed step takes: closed forms on machines whose speeds are the same at all sizes."""
+"""How long an estimated step takes: closed forms on machines whose speeds are the same at all sizes."""
 
 from __future__ import annotations
 

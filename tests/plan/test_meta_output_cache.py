@@ -1,4 +1,4 @@
-"""What operators give on tensors without contents, from memory: the same as when they are called."""
+"""Cached outputs of operators on meta tensors equal those that PyTorch computes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Calls(TorchDispatchMode):
-    """Counts what reaches PyTorch."""
+    """Counter of the operators that reach PyTorch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def form(x: torch.Tensor) -> tuple[Any, ...]:
+def tensor_meta(x: torch.Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
@@ -45,19 +45,19 @@ def form(x: torch.Tensor) -> tuple[Any, ...]:
         (aten.topk.default, (meta(7, 9), 2)),
     ],
 )
-def test_a_second_call_gives_the_same_form_without_a_call(func: Any, args: tuple[Any, ...]) -> None:
-    forms, expected = MetaOutputCache(), func(*args)
+def test_a_repeated_call_is_served_from_the_cache(func: Any, args: tuple[Any, ...]) -> None:
+    cache, expected = MetaOutputCache(), func(*args)
     with Calls() as calls:
-        given = [forms.call(func, args, {}) for _ in range(3)]
+        given = [cache.call(func, args, {}) for _ in range(3)]
     assert calls.counts[func] == 1
     for out in given:
         pairs = zip(out, expected, strict=True) if isinstance(expected, tuple) else [(out, expected)]
-        assert all(form(a) == form(b) for a, b in pairs)
+        assert all(tensor_meta(a) == tensor_meta(b) for a, b in pairs)
     assert given[1] is not given[2]  # each is a tensor of its own: lifetimes are counted
 
 
-def test_other_shapes_strides_dtypes_and_arguments_are_other_forms() -> None:
-    forms = MetaOutputCache()
+def test_other_shapes_strides_dtypes_and_arguments_are_other_entries() -> None:
+    cache = MetaOutputCache()
     calls = [
         (aten.sum.dim_IntList, (meta(3, 4), [0])), (aten.sum.dim_IntList, (meta(3, 4), [1])),
         (aten.clone.default, (meta(3, 4),)), (aten.clone.default, (meta(4, 3).t(),)),
@@ -66,19 +66,19 @@ def test_other_shapes_strides_dtypes_and_arguments_are_other_forms() -> None:
     ]  # fmt: skip
     for _ in range(2):
         for func, args in calls:
-            assert form(forms.call(func, args, {})) == form(func(*args))
+            assert tensor_meta(cache.call(func, args, {})) == tensor_meta(func(*args))
 
 
-def test_views_and_changes_in_place_stay_what_they_are() -> None:
-    forms, x = MetaOutputCache(), meta(4, 6)
+def test_views_and_in_place_operators_share_storage() -> None:
+    cache, x = MetaOutputCache(), meta(4, 6)
     for _ in range(2):
-        assert forms.call(aten.add_.Tensor, (x, 1), {}) is x
+        assert cache.call(aten.add_.Tensor, (x, 1), {}) is x
         for func, args in ((aten.view.default, (x, [24])), (aten._unsafe_view.default, (x, [24]))):
-            out = forms.call(func, args, {})
+            out = cache.call(func, args, {})
             assert out.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
-def test_tensors_with_contents_are_computed() -> None:
-    forms, x = MetaOutputCache(), torch.arange(3.0)
-    assert forms.call(aten.add.Tensor, (x, 1), {}).tolist() == [1, 2, 3]
-    assert forms.call(aten.add.Tensor, (x, x), {}).tolist() == [0, 2, 4]
+def test_operators_on_tensors_with_contents_run() -> None:
+    cache, x = MetaOutputCache(), torch.arange(3.0)
+    assert cache.call(aten.add.Tensor, (x, 1), {}).tolist() == [1, 2, 3]
+    assert cache.call(aten.add.Tensor, (x, x), {}).tolist() == [0, 2, 4]

@@ -1,4 +1,4 @@
-"""Layers that stand for others of their kind: what comes out is what going through all layers gives."""
+"""Layers that represent identical ones: the estimate equals that of all layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
-    """How many chunks go through each layer of any model."""
+    """Count the chunks that each layer of any model runs."""
     found: Counter[int] = Counter()
     layer = HuggingFaceDecoder.layer
 
@@ -61,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
 
 
 def both(name: str, calls: Counter[int], **more: Any) -> tuple[Estimate, Estimate, int]:
-    """A rehearsal through some layers, and through all; and how many some were."""
+    """Return the estimates with representatives and with all layers, and the number of layers that the first ran."""
     given = {"hardware": constant(host_seconds=2e-6, kernel_seconds=1e-6), "optimizer": AdamWSpec(), "chunk_size": 16,
              "device": "cuda", **CASES[name][0], **more}  # fmt: skip
     windows, frozen, layers = given.pop("windows", False), given.pop("frozen", 0), given.pop("layers", LAYERS)
@@ -73,17 +73,17 @@ def both(name: str, calls: Counter[int], **more: Any) -> tuple[Estimate, Estimat
             layer.requires_grad_(False)
     calls.clear()
     some = estimate(model, 64, **given)
-    gone_through = len(+calls)
+    layers_run = len(+calls)
     calls.clear()
     every = estimate(model, 64, extrapolate=False, **given)
     assert set(+calls) == set(range(layers))
-    return some, every, gone_through
+    return some, every, layers_run
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_result_is_that_of_all_layers(name: str, calls: Counter[int]) -> None:
-    some, every, gone_through = both(name, calls)
-    assert gone_through == CASES[name][1]
+def test_the_estimate_equals_that_of_all_layers(name: str, calls: Counter[int]) -> None:
+    some, every, layers_run = both(name, calls)
+    assert layers_run == CASES[name][1]
     assert some.peaks == every.peaks
     # Else it would say nothing of placements that differ from layer to layer.
     assert (some.peaks["host"] > 0) == ("host_budget" in CASES[name][0])
@@ -102,10 +102,10 @@ def test_the_result_is_that_of_all_layers(name: str, calls: Counter[int]) -> Non
         assert (begin, end) == (pytest.approx(b_begin, rel=1e-9), pytest.approx(b_end, rel=1e-9))
 
 
-def test_what_is_drawn_is_every_layer(calls: Counter[int]) -> None:
+def test_the_timeline_has_every_layer(calls: Counter[int]) -> None:
     some, every, _ = both("room for the inputs of some", calls, timeline=True)
-    for rehearsal in (some, every):
-        labels = {label for _, _, label in rehearsal.step.lanes["compute"]}
+    for found in (some, every):
+        labels = {label for _, _, label in found.step.lanes["compute"]}
         assert labels == {"embed", "head", "backward", "forward",
                           *(f"{part} {i}" for part in ("forward", "backward") for i in range(LAYERS))} - {
                               "forward", *({"backward"} - labels)}  # fmt: skip
@@ -113,7 +113,7 @@ def test_what_is_drawn_is_every_layer(calls: Counter[int]) -> None:
     assert tops[0] == tops[1] == sum(some.memory["device"].values())
 
 
-def test_of_each_kind_and_neighbourhood_the_first_two_stand() -> None:
+def test_the_first_two_units_of_a_kind_and_neighbourhood_represent_the_others() -> None:
     assert representatives("aaaaaa") == {0: 0, 1: 1, 2: 2, 3: 2, 4: 2, 5: 5}
     assert representatives("abababab") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 3, 6: 4, 7: 7}
     assert representatives("aabb") == {0: 0, 1: 1, 2: 2, 3: 3}

@@ -1,4 +1,4 @@
-"""One rank of a rehearsed mesh against the ranks of a real one: bytes between them, and what each holds."""
+"""One rank of an estimated mesh against the ranks of a real one: bytes between them, and what each holds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PIECES = len(list(MODEL.parameters()))
 LATENCY, BANDWIDTH, UPLINK = 1e-5, 1e11, 2  # of the profile
 
 
-def rehearsed(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
+def estimated(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
     settings = {"device": "cuda", "hardware": constant(), "chunk_size": 16, "optimizer": AdamWSpec(), **more}
     return estimate(MODEL, 64, parallel_dims=ParallelDims(dp=ranks), sharding_spec=sharding_spec, **settings)
 
@@ -37,7 +37,7 @@ def rehearsed(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
     ],
 )
 def test_what_is_gathered_and_reduced(ranks: int, zero: int, gathers: int, nbytes: int) -> None:
-    found = rehearsed(ranks, ShardingSpec(zero=zero))
+    found = estimated(ranks, ShardingSpec(zero=zero))
     away = (ranks - 1) / ranks  # of each rank's bytes
     assert found.step.busy["comm"] == pytest.approx((gathers + PIECES) * LATENCY + (nbytes + ALL) * away / BANDWIDTH)
     assert found.step.exposed["comm"] <= found.step.busy["comm"]
@@ -48,7 +48,7 @@ def test_what_is_gathered_and_reduced(ranks: int, zero: int, gathers: int, nbyte
 
 
 def test_replicas_that_are_whole_sum_their_gradients_twice_as_far() -> None:
-    found = rehearsed(2, ShardingSpec(zero=0))
+    found = estimated(2, ShardingSpec(zero=0))
     assert found.step.busy["comm"] == pytest.approx(PIECES * LATENCY + 2 * ALL / 2 / BANDWIDTH)
     assert found.memory["device"]["parameters"] == ALL
     assert "gathered parameters" not in found.memory["device"]
@@ -56,14 +56,14 @@ def test_replicas_that_are_whole_sum_their_gradients_twice_as_far() -> None:
 
 def test_the_next_layer_comes_while_one_is_computed() -> None:
     """Where compute takes longer than a gather, only two of four are waited for: what is in no layer, and the first."""
-    found = rehearsed(2, ShardingSpec(zero=3), hardware=constant(kernel_seconds=1e-3), backward=False)
+    found = estimated(2, ShardingSpec(zero=3), hardware=constant(kernel_seconds=1e-3), backward=False)
     assert found.step.exposed["comm"] == pytest.approx(2 * LATENCY + (LAYER + OTHER) / 2 / BANDWIDTH, rel=1e-6)
     assert found.step.busy["comm"] == pytest.approx(4 * LATENCY + ALL / 2 / BANDWIDTH, rel=1e-6)
 
 
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
-    half = rehearsed(2, ShardingSpec(zero=3, reduce_dtype=torch.bfloat16))
-    full = rehearsed(2, ShardingSpec(zero=3))
+    half = estimated(2, ShardingSpec(zero=3, reduce_dtype=torch.bfloat16))
+    full = estimated(2, ShardingSpec(zero=3))
     assert full.step.busy["comm"] - half.step.busy["comm"] == pytest.approx(ALL / 2 / 2 / BANDWIDTH, rel=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_masters_rest_wider_than_what_computes() -> None:
 def test_what_is_offloaded_rests_in_host_memory(ranks: int) -> None:
     rates = {"to_device": 2e10, "both_to_device": 2e10, "to_host": 2.5e10, "both_to_host": 2.5e10}
     link = {name: figure(value, "made up", "2026") for name, value in {**rates, "devices_per_uplink": UPLINK}.items()}
-    found = rehearsed(ranks, ShardingSpec(offload=True), hardware=constant(link=link))
+    found = estimated(ranks, ShardingSpec(offload=True), hardware=constant(link=link))
     own = ALL // ranks
     assert found.memory["host"] == {"parameters": own, "optimizer": 2 * own, "gradients": own}
     assert not {"parameters", "optimizer", "gradients"} & set(found.memory["device"])
@@ -97,7 +97,7 @@ def test_what_is_offloaded_rests_in_host_memory(ranks: int) -> None:
     assert found.step.busy["stash"] == pytest.approx(own / (25e9 / share), rel=1e-3)
     assert (found.step.busy["comm"] > 0) == (ranks > 1)
     slow, fast = (
-        rehearsed(ranks, ShardingSpec(offload=True), hardware=constant(host_bandwidth=bandwidth))
+        estimated(ranks, ShardingSpec(offload=True), hardware=constant(host_bandwidth=bandwidth))
         for bandwidth in (1e11, 1e15)
     )
     begin, end = slow.step.phases[-1][1:]
@@ -108,5 +108,5 @@ def test_what_is_offloaded_rests_in_host_memory(ranks: int) -> None:
 
 
 def test_a_rank_alone_needs_no_collectives() -> None:
-    found = rehearsed(1, ShardingSpec(offload=True), hardware=constant(intra=None, inter=None))
+    found = estimated(1, ShardingSpec(offload=True), hardware=constant(intra=None, inter=None))
     assert found.step.busy["comm"] == 0

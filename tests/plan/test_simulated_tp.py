@@ -1,4 +1,4 @@
-"""Tensor parallelism in a rehearsal, against ranks that are there."""
+"""Tensor parallelism in an estimate, against ranks that are there."""
 
 from __future__ import annotations
 

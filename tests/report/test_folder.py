@@ -111,7 +111,7 @@ def test_the_measured_step_beside_the_plan(folder, make):
 
 
 def test_without_a_measured_step_it_is_the_middle_of_the_run(folder, make):
-    (folder / "timeline.json").write_text(make["timeline"](source="rehearsed").to_json())
+    (folder / "timeline.json").write_text(make["timeline"](source="estimated").to_json())
     run = read_run(folder)
     found = rows(run)
     assert found["step time"] == (8, 5, 0.625), "the first step, of 9 s, does not count"
@@ -153,7 +153,7 @@ def test_headline_of_a_run_without_a_step_over_time(folder):
 
 
 def test_steps_of_a_run_come_before_a_rehearsal(folder, make):
-    (folder / "timeline.json").write_text(make["timeline"](source="rehearsed").to_json())
+    (folder / "timeline.json").write_text(make["timeline"](source="estimated").to_json())
     figures = {figure.name: figure for figure in headline(read_run(folder))}
     assert figures["Step time"].value == "5.00 s"
     assert figures["Tokens/s per device"].value == "50.0"

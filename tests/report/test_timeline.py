@@ -40,7 +40,7 @@ def test_work_that_overlaps_counts_once():
     ("changes", "message"),
     [
         ({"seconds": 0.0}, "seconds is 0.0"),
-        ({"source": "guessed"}, "source is 'guessed', and must be one of measured, rehearsed"),
+        ({"source": "guessed"}, "source is 'guessed', and must be one of measured, estimated"),
         ({"tokens": 0}, "tokens is 0"),
         ({"peak_flops": -1.0}, "peak_flops is -1.0"),
         ({"memory": {"moon": []}}, "memory names 'moon', and there are only device, host, disk"),

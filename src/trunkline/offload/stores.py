@@ -61,7 +61,7 @@ class Tiers:
         # only leave a note here.
         self.forgotten: deque[Reservation] = deque()
         self._runs: list[Reservation] = []
-        # Of rehearsals: who is told of all that is held, and what was decided beforehand of head groups and places.
+        # Of estimates: who is told of all that is held, and what was decided beforehand of head groups and places.
         self.observer: TierObserver | None = None
         self.fixed_placement: tuple[int, Placement] | None = None
         self._backend = backend

@@ -35,7 +35,7 @@ def timeline_of(found: Estimate, title: str, capacity: Capacity) -> Timeline:
     memory = {tier: within(steps, step.seconds) for tier, steps in step.memory.items()}
     return Timeline(
         title=title,
-        source="rehearsed",
+        source="estimated",
         seconds=step.seconds,
         phases=[Phase(cast(PhaseName, name), begin, end) for name, begin, end in step.phases],
         memory={tier: thinned(steps, step.seconds, MOST_POINTS) for tier, steps in memory.items()},

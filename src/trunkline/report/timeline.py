@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from trunkline.units import TIERS
 from trunkline.utils import json_fields
 
-Source = Literal["measured", "rehearsed"]
+Source = Literal["measured", "estimated"]
 PhaseName = Literal["embed", "forward", "head", "backward", "optimizer"]
 PHASES: tuple[str, ...] = get_args(PhaseName)
 LANE_NAMES: tuple[str, ...] = ("compute", "fetch", "stash", "comm")
