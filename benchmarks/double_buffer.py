@@ -27,7 +27,7 @@ from rich.table import Table
 
 from trunkline.attention.kernels import resolve
 from trunkline.offload.lanes.thread import ThreadLanes
-from trunkline.offload.storage import Block, ScratchFile
+from trunkline.offload.storage import ScratchFile, StorageBlock
 
 CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192)
 BUFFERS = (1, 2, 3)
@@ -51,7 +51,7 @@ def one_chunk(setup: Setup, chunk: int, folder: Path, repeats: int = 7) -> dict[
     k, v = (torch.randn(1, setup.kv_heads, chunk, setup.head_dim) for _ in range(2))
     kernel, scale = resolve(q.device, q.dtype, setup.head_dim, setup.head_dim), setup.head_dim**-0.5
     file, lanes = ScratchFile(folder, 2 * (k.nbytes + 512)), ThreadLanes()
-    blocks = [Block(file, "disk", at, k.nbytes) for at in (0, k.nbytes + 512)]
+    blocks = [StorageBlock(file, "disk", at, k.nbytes) for at in (0, k.nbytes + 512)]
     stashes = [lanes.stash(x, block) for x, block in zip((k, v), blocks, strict=True)]
     into = [torch.empty_like(x) for x in (k, v)]
 

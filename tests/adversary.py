@@ -118,5 +118,5 @@ class PoisonedRanges(RangeAllocator):
         self._memory = slab.memory
 
     def free(self, start: int) -> None:
-        self._memory[start : start + self._taken[start]].fill_(POISON)
+        self._memory[start : start + self._lengths[start]].fill_(POISON)
         super().free(start)

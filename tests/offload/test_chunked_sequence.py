@@ -165,7 +165,7 @@ def test_a_run_that_is_forgotten_gives_its_place_back(tmp_path: Path) -> None:
     del stores, sequence
     tiers.stats()
     assert [account.held for account in tiers.budgets.values()] == [0, 0, 0]
-    assert tiers.storage("disk").ranges.taken == 0
+    assert tiers.storage("disk").ranges.allocated == 0
 
 
 def test_runs_share_a_budget(tmp_path: Path) -> None:

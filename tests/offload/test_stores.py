@@ -70,7 +70,7 @@ def test_ranges_never_overlap_and_nothing_is_lost(actions: list[tuple[bool, int]
         ordered = sorted(taken.items())
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ordered))
         assert all(start % ALIGNMENT == 0 and start + n <= 40_000 for start, n in ordered)
-        assert ranges.taken == sum(RangeAllocator.rounded(n) for n in taken.values())
+        assert ranges.allocated == sum(RangeAllocator.round_up(n) for n in taken.values())
     for start in list(taken):
         ranges.free(start)
     assert ranges.allocate(40_000 // ALIGNMENT * ALIGNMENT) == 0  # one whole free range again
@@ -184,10 +184,10 @@ def test_a_disk_that_gives_back_other_bytes(tmp_path: Path) -> None:
     block, data = StorageBlock(file, "disk", 0, 100), torch.ones(100, dtype=torch.uint8)
     file.write(block, data)
     os.pwrite(file._descriptor, b"\0", 50)
-    with pytest.raises(TierError, match=f"scratch file in {tmp_path} gave back other bytes"):
+    with pytest.raises(TierError, match=f"scratch file in {tmp_path} returned other bytes"):
         file.read(block, torch.empty_like(data))
     os.ftruncate(file._descriptor, 60)
-    with pytest.raises(TierError, match="40 B too early"):
+    with pytest.raises(TierError, match="40 B too short"):
         file.read(block, torch.empty_like(data))
 
 
@@ -201,7 +201,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TierError, match=r"writing 100 B to the scratch file in .* failed: No space left"):
         file.write(StorageBlock(file, "disk", 0, 100), torch.ones(100, dtype=torch.uint8))
     with pytest.raises(TierError, match=r"needs 16384.* and .* are free"):
-        file.reserve(0, 2**54)
+        file.preallocate(0, 2**54)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

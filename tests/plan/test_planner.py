@@ -56,7 +56,7 @@ def test_stores_shrink_when_the_step_holds_more_than_the_probe_showed(
     tight = Planner(META_MODEL, cluster(40)).best(TrainingJob(32_768))
     assert tight.excess <= 0
     assert 0 < tight.budgets.device <= honest.budgets.device + MIB
-    with pytest.raises(DoesNotFit, match=r"too much with chunk|the chunks under way take"):
+    with pytest.raises(DoesNotFit, match=r"too much with chunk|the chunks in flight take"):
         Planner(META_MODEL, cluster(4)).best(TrainingJob(32_768))
 
 

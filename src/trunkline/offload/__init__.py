@@ -1,1 +1,1 @@
-"""Where a tensor rests: `device` memory, `host` memory, or a file on `disk`, each with a budget in bytes."""
+"""Offload: tiers (`device`, `host`, `disk`) with budgets in bytes, and lanes that move chunks between them."""

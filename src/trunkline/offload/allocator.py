@@ -1,48 +1,48 @@
-"""An allocator of byte ranges within one block of memory or one file: exact sizes, no rounding to powers of two."""
+"""Allocator of byte ranges within one memory block or one file."""
 
 from __future__ import annotations
 
 import bisect
 
-ALIGNMENT = 512  # of a range's start: whole sectors of a disk, whole cache lines, any dtype
+ALIGNMENT = 512  # bytes: a disk sector, a multiple of a cache line and of every dtype
 
 
 class RangeAllocator:
-    """Free and taken ranges of `0 … size - 1`; the smallest free range that fits is taken (best fit).
+    """Best-fit allocator over bytes `0 … size - 1`.
+
+    Lengths are rounded up to `ALIGNMENT` bytes, not to a power of two, so that almost no memory is lost.
 
     Args:
-        size: bytes.
+        size: bytes to manage.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._starts = [0]  # of the free ranges, rising
+        # Free ranges in ascending order. Two of them never touch: `free` merges neighbours.
+        self._starts = [0]
         self._stops = [size]
-        self._taken: dict[int, int] = {}  # start to length
+        self._lengths: dict[int, int] = {}  # allocated ranges: start to length
 
     @staticmethod
-    def rounded(nbytes: int) -> int:
-        """Bytes that a range of `nbytes` takes."""
+    def round_up(nbytes: int) -> int:
+        """Return the bytes that an allocation of `nbytes` takes."""
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def allocate(self, nbytes: int) -> int:
-        """Take a range.
+        """Allocate the smallest free range that is long enough.
 
         Args:
-            nbytes: its length, at least 1.
+            nbytes: bytes wanted, at least 1.
 
         Returns:
-            Its start.
+            Offset of the first byte, a multiple of `ALIGNMENT`.
 
         Raises:
             MemoryError: no free range is long enough.
         """
-        length = self.rounded(nbytes)
-        fitting = [
-            (stop - start, i)
-            for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True))
-            if stop - start >= length
-        ]
+        length = self.round_up(nbytes)
+        free = enumerate(zip(self._starts, self._stops, strict=True))
+        fitting = [(stop - start, i) for i, (start, stop) in free if stop - start >= length]
         if not fitting:
             raise MemoryError(f"no free range of {length} bytes among {self.size}")
         _, i = min(fitting)
@@ -51,12 +51,12 @@ class RangeAllocator:
             del self._starts[i], self._stops[i]
         else:
             self._starts[i] = start + length
-        self._taken[start] = length
+        self._lengths[start] = length
         return start
 
     def free(self, start: int) -> None:
-        """Give a range back; it joins free neighbours."""
-        stop = start + self._taken.pop(start)
+        """Free the range that begins at `start`, and merge it with free neighbours."""
+        stop = start + self._lengths.pop(start)
         i = bisect.bisect(self._starts, start)
         if i < len(self._starts) and self._starts[i] == stop:
             stop = self._stops[i]
@@ -68,11 +68,11 @@ class RangeAllocator:
             self._stops.insert(i, stop)
 
     @property
-    def largest(self) -> int:
+    def largest_free(self) -> int:
         """Bytes of the largest free range."""
         return max((stop - start for start, stop in zip(self._starts, self._stops, strict=True)), default=0)
 
     @property
-    def taken(self) -> int:
-        """Bytes in taken ranges."""
-        return sum(self._taken.values())
+    def allocated(self) -> int:
+        """Bytes of all allocated ranges."""
+        return sum(self._lengths.values())

@@ -1,4 +1,4 @@
-"""Tiers as a machine has them: what a device of each type can use beyond itself."""
+"""Backends: lanes and storages for each type of device, and the tiers built on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from trunkline.offload.lanes.base import Lanes
 from trunkline.offload.lanes.cuda import CudaLanes
@@ -18,68 +19,68 @@ from trunkline.offload.stores import Backend, Tiers
 from trunkline.units import TierName
 
 
-class CpuBackend:
-    """Host memory is the device; files are reached by threads.
+class CpuBackend(Backend):
+    """Backend of a CPU: host memory is the device, and threads access the scratch file.
 
     Args:
-        folder: for the scratch file.
+        folder: folder of the scratch file; None where no disk tier is used.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
+    @override
     def lanes(self) -> Lanes:
-        """See `Backend.lanes`."""
         return ThreadLanes()
 
+    @override
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """See `Backend.storage`."""
         assert tier == "disk"
         assert self._folder is not None
         return ScratchFile(self._folder, nbytes)
 
 
-class CudaBackend:
-    """Host memory in one registered slab; files behind it.
+class CudaBackend(Backend):
+    """Backend of a CUDA device: a slab of pinned host memory, and a scratch file beyond it.
 
     Args:
         device: the device.
-        folder: for the scratch file.
+        folder: folder of the scratch file; None where no disk tier is used.
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self._device = device
         self._folder = folder
 
+    @override
     def lanes(self) -> Lanes:
-        """See `Backend.lanes`."""
         return CudaLanes(self._device)
 
+    @override
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """See `Backend.storage`."""
         if tier == "host":
             return HostSlab(nbytes, self._device)
         assert self._folder is not None
         return ScratchFile(self._folder, nbytes)
 
 
-class SimulatedBackend:
-    """Nothing at all, for tensors on the `meta` device.
+class SimulatedBackend(Backend):
+    """Backend for tensors on the `meta` device: it stores and moves nothing.
 
     Args:
-        clock: of the machine; None for one on which everything is over at once.
-        linked: whether its host memory lies behind a link.
+        clock: clock that moves advance; None makes every move take no time.
+        linked: whether host memory lies behind a link (PCIe), or is the device itself.
     """
 
     def __init__(self, clock: SimClock | None, *, linked: bool) -> None:
         self._clock, self._linked = clock, linked
 
+    @override
     def lanes(self) -> Lanes:
-        """See `Backend.lanes`."""
         return SimulatedLanes(self._clock, linked=self._linked)
 
+    @override
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """See `Backend.storage`."""
         return SimulatedStorage(nbytes)
 
 

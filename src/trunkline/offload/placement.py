@@ -1,8 +1,8 @@
-"""Which chunk of which store rests in which tier: decided before the first sweep, from sizes alone.
+"""Placement: the tier of every chunk of every store, chosen before the first sweep, from sizes alone.
 
-All that a step keeps is known beforehand, so nothing is moved to make room and nothing can run full on the way. Stores
-are placed in the order of their requests and chunk by chunk from the first, into the first tier with room: the keys and
-values of early chunks, which every later chunk reads, are the last to leave the device.
+All bytes that a step keeps are known beforehand. So no chunk is ever evicted to make room, and no tier can run full
+midway. Stores are placed in the order of their requests, chunk by chunk from the first, into the first tier with room:
+keys and values of early chunks, which every later chunk reads, are the last to leave the device.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from trunkline.units import OFFLOAD_TIERS, TierName, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """Stores that are placed together, chunk by chunk: all in the device, or each beyond it.
+    """Request to place stores together: for each chunk index all of them are on the device, or all offloaded.
 
     Attributes:
-        names: of the stores.
+        names: names of the stores.
         sizes: bytes of each chunk, for each store; 0 where a store never has that chunk.
-        group: requests of one group are read and written one at a time: their moves share buffers.
-        forward: buffers on the device that these moves take during the forward, for each store.
-        backward: the same, during the backward.
-        kept: whether they hold anything between the forward and its backward, while other runs may go on.
-        stays: whether they may rest on the device at all.
-        resident_only: names of those that are not used for the chunks that have no room on the device.
+        group: requests of one group are read and written one at a time, so that they share buffers for moves.
+        forward: chunks of each store that are on the device at a time during forward, if the store is offloaded.
+        backward: the same during backward.
+        persistent: whether the stores live from forward to backward, while other steps may run; if not, they are
+            transient, within one step.
+        allow_resident: whether chunks may rest on the device at all.
+        resident_only: names of stores that are not used for chunks beyond the device.
     """
 
     names: tuple[str, ...]
@@ -44,18 +45,18 @@ class StoreRequest:
         return sum(size for sizes in self.sizes for size in sizes)
 
     def in_flight_bytes(self, phase: str) -> int:
-        """Bytes of the buffers in which its chunks are under way."""
+        """Return the bytes of the buffers that moves need in a phase, `forward` or `backward`."""
         return getattr(self, phase) * sum(max(sizes) for sizes in self.sizes)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
 class FitHints:
-    """What the messages say of the settings that led to the requests.
+    """Fixes to name when a step does not fit.
 
     Attributes:
-        device: the setting that is the device's room.
-        smaller: what makes the chunks under way smaller.
-        less: what there is less to keep with.
+        device: settings that limit the device tier.
+        smaller: settings that make chunks in flight smaller.
+        less: settings with which there is less to keep.
     """
 
     device: str = "device_budget"
@@ -65,16 +66,16 @@ class FitHints:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where everything rests.
+    """Tiers of all chunks of a step, and the bytes to reserve for them.
 
     Attributes:
-        places: for each store and chunk the tier, and the offset within the run's range of it (0 on the device); no
-            tier where it is not used.
-        sizes: for each store and chunk its bytes.
-        transient: most bytes on the device while the run goes on, beside those kept, with what is under way.
-        kept: bytes on the device between forward and backward.
-        offloaded: bytes of the range that the run needs in each tier beyond the device.
-        largest: bytes of the largest chunk of all that may move.
+        places: for each store, for each chunk: (tier, offset within the step's range of that tier). The offset is 0 on
+            the device; the tier is None where the store is not used for that chunk.
+        sizes: for each store, bytes of each chunk.
+        transient: most bytes on the device during the step beside the persistent ones, chunks in flight included.
+        persistent: bytes on the device between forward and backward.
+        offloaded: bytes of the step's range in each tier beyond the device.
+        largest: bytes of the largest chunk that may move.
     """
 
     places: Mapping[str, Sequence[tuple[TierName | None, int]]]
@@ -85,9 +86,9 @@ class Placement:
     largest: int
 
     def num_on_device(self, name: str) -> int:
-        """How many chunks of a store, from the first, rest on the device."""
-        beyond = (i for i, (tier, _) in enumerate(self.places[name]) if tier != "device")
-        return next(beyond, len(self.places[name]))
+        """Return how many chunks of a store, counted from the first, rest on the device."""
+        offloaded = (i for i, (tier, _) in enumerate(self.places[name]) if tier != "device")
+        return next(offloaded, len(self.places[name]))
 
 
 def place(
@@ -95,90 +96,96 @@ def place(
     room: Mapping[TierName, int | None],
     *,
     reserved: int = 0,
-    advice: FitHints = FitHints(),
+    hints: FitHints = FitHints(),
 ) -> Placement:
-    """Place stores.
+    """Choose a tier for every chunk.
 
     Args:
-        requests: in the order in which they may choose, those that are kept after all others.
-        room: bytes left in each tier; None is no limit on the device, and no such tier elsewhere.
-        reserved: bytes of the device's room that other runs take while they go on, one run at a time.
-        advice: for the messages.
+        requests: in order of priority: earlier ones stay on the device first. Persistent requests come last.
+        room: unreserved bytes of each tier; None is no limit for the device, and no such tier otherwise.
+        reserved: transient bytes of the device that other outstanding steps need. Steps run one at a time, so that
+            all of them share one such reserve.
+        hints: fixes for the messages.
 
     Raises:
-        ValueError: they do not fit, or the device has no room for what is under way.
+        ValueError: the stores do not fit, or the device has no room for the chunks in flight.
     """
     device = room["device"]
     assert device is not None
-    # As many of the first requests as fit altogether are never under way, and need no buffers.
+    # Chunks that rest on the device need no buffers for moves, and fewer buffers leave more room to rest there. Find
+    # the most requests, from the first, that fit as a whole beside the buffers of all others.
     most = next((i for i, request in enumerate(requests) if not request.allow_resident), len(requests))
-    for staying in reversed(range(most + 1)):
-        transit = _in_flight_bytes(requests[staying:])
-        live = transit + sum(request.nbytes for request in requests[:staying] if not request.persistent)
-        persistent = sum(request.nbytes for request in requests[:staying] if request.persistent)
-        if max(live, reserved) + persistent <= device:
-            return _greedy(requests, room, transit, reserved, advice)
+    for num_whole in reversed(range(most + 1)):
+        in_flight = _in_flight_bytes(requests[num_whole:])
+        transient = in_flight + sum(request.nbytes for request in requests[:num_whole] if not request.persistent)
+        persistent = sum(request.nbytes for request in requests[:num_whole] if request.persistent)
+        if max(transient, reserved) + persistent <= device:
+            return _place_in_order(requests, room, in_flight, reserved, hints)
     raise ValueError(
-        f"{advice.device} leaves {format_bytes(device)}, but the chunks under way take {format_bytes(transit)}: use "
-        f"{advice.smaller}, or raise {advice.device}."
+        f"{hints.device} leaves {format_bytes(device)}, but the chunks in flight take {format_bytes(in_flight)}: use "
+        f"{hints.smaller}, or raise {hints.device}."
     )
 
 
 def _in_flight_bytes(requests: Sequence[StoreRequest]) -> int:
-    most = {"forward": 0, "backward": 0}
-    for phase in most:
+    """Return the bytes of all buffers for moves, in the phase that needs more."""
+    totals = []
+    for phase in ("forward", "backward"):
         groups: dict[str, int] = {}
         for request in requests:
             groups[request.group] = max(groups.get(request.group, 0), request.in_flight_bytes(phase))
-        most[phase] = sum(groups.values())
-    return max(most.values())
+        totals.append(sum(groups.values()))
+    return max(totals)
 
 
-def _greedy(
-    requests: Sequence[StoreRequest], room: Mapping[TierName, int | None], transit: int, reserved: int, advice: FitHints
+def _place_in_order(
+    requests: Sequence[StoreRequest],
+    room: Mapping[TierName, int | None],
+    in_flight: int,
+    reserved: int,
+    hints: FitHints,
 ) -> Placement:
-    live, persistent, missing, device = transit, 0, 0, room["device"]
+    # Invariant: max(transient, reserved) + persistent <= room["device"], after every chunk.
+    transient, persistent, missing, device = in_flight, 0, 0, room["device"]
     assert device is not None
-    beyond: dict[TierName, int] = dict.fromkeys(OFFLOAD_TIERS, 0)
+    offloaded: dict[TierName, int] = dict.fromkeys(OFFLOAD_TIERS, 0)
     places: dict[str, list[tuple[TierName | None, int]]] = {name: [] for request in requests for name in request.names}
     for request in requests:
-        allow_resident = request.allow_resident
+        # Once a chunk has left the device all later ones of the request do: those on the device are the first ones.
+        resident = request.allow_resident
         for sizes in zip(*request.sizes, strict=True):
-            more = live if request.persistent else live + sum(sizes)
-            allow_resident = (
-                allow_resident
-                and max(more, reserved) + persistent + (sum(sizes) if request.persistent else 0) <= device
-            )
-            live += sum(sizes) if allow_resident and not request.persistent else 0
-            persistent += sum(sizes) if allow_resident and request.persistent else 0
+            nbytes = sum(sizes)
+            added = (0, nbytes) if request.persistent else (nbytes, 0)
+            resident = resident and max(transient + added[0], reserved) + persistent + added[1] <= device
+            if resident:
+                transient, persistent = transient + added[0], persistent + added[1]
             for name, size in zip(request.names, sizes, strict=True):
-                if allow_resident or size == 0 or name in request.resident_only:
-                    places[name].append(("device" if allow_resident or size == 0 else None, 0))
+                if resident or size == 0 or name in request.resident_only:
+                    places[name].append(("device" if resident or size == 0 else None, 0))
                     continue
-                size = RangeAllocator.rounded(size)
-                tier = next((tier for tier in beyond if beyond[tier] + size <= (room[tier] or 0)), None)
+                # Rounded as the allocator does, so that blocks begin at multiples of its alignment within the range.
+                size = RangeAllocator.round_up(size)
+                tier = next((tier for tier in offloaded if offloaded[tier] + size <= (room[tier] or 0)), None)
                 if tier is None:
                     missing += size
                     continue
-                places[name].append((tier, beyond[tier]))
-                beyond[tier] += size
+                places[name].append((tier, offloaded[tier]))
+                offloaded[tier] += size
     if missing:
-        raise ValueError(_does_not_fit(sum(beyond.values()) + missing, missing, room, advice))
+        raise ValueError(_does_not_fit(sum(offloaded.values()) + missing, missing, room, hints))
     moved = [request for request in requests if request.names != request.resident_only]
     largest = max((size for request in moved for sizes in request.sizes for size in sizes), default=0)
     all_sizes = {name: sizes for r in requests for name, sizes in zip(r.names, r.sizes, strict=True)}
-    return Placement(
-        places, all_sizes, live, persistent, {tier: total for tier, total in beyond.items() if total}, largest
-    )
+    used = {tier: total for tier, total in offloaded.items() if total}
+    return Placement(places, all_sizes, transient, persistent, used, largest)
 
 
-def _does_not_fit(wanted: int, missing: int, room: Mapping[TierName, int | None], advice: FitHints) -> str:
+def _does_not_fit(wanted: int, missing: int, room: Mapping[TierName, int | None], hints: FitHints) -> str:
     tiers = [tier for tier in OFFLOAD_TIERS if room[tier] is not None]
     leave = " and ".join(f"{tier}_budget leaves {format_bytes(room[tier] or 0)}" for tier in tiers)
-    budgets = " or ".join([advice.device, *(f"{tier}_budget" for tier in tiers)])
+    budgets = " or ".join([hints.device, *(f"{tier}_budget" for tier in tiers)])
     folder = "" if "disk" in tiers else ", set offload_dir to a folder"
     return (
-        f"a step does not fit: {advice.device} has no room for {format_bytes(wanted)} of it, and "
-        f"{leave or 'there is no other tier'}: raise {budgets} by {format_bytes(missing)}{folder}, or "
-        f"use {advice.less}."
+        f"a step does not fit: {hints.device} has no room for {format_bytes(wanted)} of it, and "
+        f"{leave or 'there is no other tier'}: raise {budgets} by {format_bytes(missing)}{folder}, or use {hints.less}."
     )

@@ -1,4 +1,4 @@
-"""What the tiers held and the lanes moved, between one look and the next."""
+"""Counters: bytes held in each tier, and traffic of each lane."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trunkline.units import TierName
 
 
 class TierBudget:
-    """The bytes that the engine holds in one tier.
+    """Bytes that the engine holds in one tier, their peak, and their limit.
 
     Args:
-        name: of the tier.
-        budget: most bytes it may hold; None is no limit.
+        name: the tier.
+        budget: most bytes that may be held; None is no limit.
     """
 
     def __init__(self, name: TierName, budget: int | None = None) -> None:
@@ -23,7 +23,7 @@ class TierBudget:
         self.peak = 0
 
     def acquire(self, nbytes: int) -> None:
-        """Count bytes in. The placement has seen to it that they fit: past the budget is a defect of ours."""
+        """Add bytes. The placement has reserved room for them, so that passing the budget is a bug of ours."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
         assert self.budget is None or self.held <= self.budget, (
@@ -31,44 +31,40 @@ class TierBudget:
         )
 
     def release(self, nbytes: int) -> None:
-        """Count bytes out."""
+        """Subtract bytes."""
         self.held -= nbytes
         assert self.held >= 0, f"{self.name}: more bytes released than held"
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Readings since they were last taken.
+    """Memory and traffic since the last reading.
 
     Attributes:
-        peaks: most bytes that the engine held in each tier; on the device with what was on its way. Parameters,
-            gradients, and what a chunk's own computation takes are not among them.
-        lanes: what went over each lane: `fetch`, `stash`, and between ranks `comm`.
+        peaks: most bytes that the engine held in each tier; on the device, tensors in flight are included. Parameters,
+            their gradients, and the activations of a chunk that is being computed are not.
+        lanes: traffic of each lane: `fetch`, `stash`, and with several ranks `comm`.
     """
 
     peaks: dict[TierName, int]
     lanes: dict[str, LaneTraffic]
 
-    def with_lane(self, name: str, counted: LaneTraffic) -> Stats:
-        """These readings, and those of a lane that is metered elsewhere, which is set back."""
-        traffic = LaneTraffic(counted.moved, counted.busy, counted.exposed)
-        counted.moved, counted.busy, counted.exposed = 0, 0.0, 0.0
-        return Stats(self.peaks, {**self.lanes, name: traffic})
+    def with_lane(self, name: str, traffic: LaneTraffic) -> Stats:
+        """Return a copy with one more lane, and set the counters of `traffic` to zero."""
+        return Stats(self.peaks, {**self.lanes, name: traffic.take()})
 
     @property
     def moved(self) -> int:
-        """Bytes over all lanes."""
+        """Bytes moved over all lanes."""
         return sum(traffic.moved for traffic in self.lanes.values())
 
 
-def take(accounts: dict[TierName, TierBudget], lanes: Lanes | None) -> Stats:
-    """Read all meters, and set them back: peaks to what is held now, traffic to nothing."""
-    peaks = {tier: account.peak for tier, account in accounts.items()}
-    for account in accounts.values():
-        account.peak = account.held
+def take_stats(budgets: dict[TierName, TierBudget], lanes: Lanes | None) -> Stats:
+    """Read all counters and reset them: peaks to the bytes held now, traffic to zero."""
+    peaks = {tier: budget.peak for tier, budget in budgets.items()}
+    for budget in budgets.values():
+        budget.peak = budget.held
     traffic: dict[str, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
     if lanes is not None:
-        for lane, counted in lanes.traffic.items():
-            traffic[lane] = LaneTraffic(counted.moved, counted.busy, counted.exposed)
-            counted.moved, counted.busy, counted.exposed = 0, 0.0, 0.0
+        traffic |= {lane: counted.take() for lane, counted in lanes.traffic.items()}
     return Stats(peaks, traffic)

@@ -1,4 +1,4 @@
-"""What lies beyond the device: a slab of host memory and a scratch file, each cut into blocks by `RangeAllocator`."""
+"""Storages of the tiers beyond the device: a slab of host memory and a scratch file, cut by a `RangeAllocator`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trunkline.offload.allocator import RangeAllocator
 from trunkline.units import TierName, format_bytes
 
 
 class TierError(RuntimeError):
-    """A tier could not take or give back what was entrusted to it.
+    """Failure of a tier to store or return data.
 
-    Parameters and optimizer are as they were. Gradients may have been added to in part: zero them.
+    Parameters and optimizer state are unchanged. Gradients may be incomplete: zero them before the next step.
     """
 
 
 @dataclass(slots=True)
 class StorageBlock:
-    """A range of bytes of a storage, the home of one tensor.
+    """Range of bytes in a storage that holds one tensor at a time.
 
     Attributes:
-        storage: whose.
-        tier: of the storage.
-        offset: of its first byte.
-        capacity: most bytes it can take.
-        checksum: of what was last written to it, where the storage keeps one.
+        storage: the storage.
+        tier: tier of the storage.
+        offset: first byte within the storage.
+        capacity: most bytes that may be written.
+        checksum: checksum of the data last written; None for a storage that keeps none.
     """
 
     storage: Storage
@@ -45,52 +46,57 @@ class StorageBlock:
 
 
 class Storage(Protocol):
-    """Memory beyond the device, addressed by bytes."""
+    """Memory of one tier beyond the device.
+
+    Attributes:
+        ranges: allocator of its bytes.
+    """
 
     ranges: RangeAllocator
 
     def write(self, block: StorageBlock, data: Tensor) -> None:
-        """Store `data`, uint8 (nbytes,)."""
+        """Write `data`, uint8 (nbytes,), to the beginning of a block."""
         ...
 
     def read(self, block: StorageBlock, into: Tensor) -> None:
-        """Fill `into`, uint8 (nbytes,), with what was stored."""
+        """Read the beginning of a block into `into`, uint8 (nbytes,)."""
         ...
 
 
-class HostSlab:
-    """One exact piece of host memory, registered with the CUDA driver where it serves a CUDA device.
+class HostSlab(Storage):
+    """One allocation of host memory, pinned for a CUDA device.
 
-    The caching allocator of pinned memory rounds every block up to a power of two (pytorch#150517); one registration
-    up front, cut by ourselves, takes what it is asked for and never pins during a sweep.
+    PyTorch's allocator of pinned memory rounds every block up to a power of two (pytorch#150517), up to twice what is
+    needed, and pinning takes long. So the slab is pinned once, up front, and cut by our own allocator.
 
     Args:
-        nbytes: its size.
-        device: the CUDA device that it serves; None registers nothing.
+        nbytes: bytes of the slab.
+        device: CUDA device to pin it for; None leaves it unpinned.
 
     Raises:
-        TierError: the driver refuses.
+        TierError: the driver refuses to pin so much memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.ranges = RangeAllocator(nbytes)
-        with torch.inference_mode(False):  # what is first needed in an evaluation serves training, too
+        # A tensor made in inference mode could not be used in training; the slab may be made first in an evaluation.
+        with torch.inference_mode(False):
             self.memory = torch.empty(nbytes, dtype=torch.uint8)
         if device is not None and nbytes:
             _register(self.memory, device)
             weakref.finalize(self, _unregister, self.memory, device)
 
-    def bytes_of(self, block: StorageBlock, nbytes: int) -> Tensor:
-        """The first bytes of a block, uint8 (nbytes,)."""
+    def view(self, block: StorageBlock, nbytes: int) -> Tensor:
+        """Return the first bytes of a block as a view of the slab, uint8 (nbytes,)."""
         return self.memory[block.offset : block.offset + nbytes]
 
+    @override
     def write(self, block: StorageBlock, data: Tensor) -> None:
-        """See `Storage.write`."""
-        self.bytes_of(block, data.nbytes).copy_(data)
+        self.view(block, data.nbytes).copy_(data)
 
+    @override
     def read(self, block: StorageBlock, into: Tensor) -> None:
-        """See `Storage.read`."""
-        into.copy_(self.bytes_of(block, into.nbytes))
+        into.copy_(self.view(block, into.nbytes))
 
 
 def _register(memory: Tensor, device: torch.device) -> None:
@@ -98,8 +104,8 @@ def _register(memory: Tensor, device: torch.device) -> None:
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
         if int(code) == 0:
             return
-        with contextlib.suppress(RuntimeError):  # the error stays set, and the next kernel launch would report it
-            torch.zeros(1, device=device)
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)  # clears the error, which the next kernel launch would report otherwise
     raise TierError(
         f"the driver could not pin {format_bytes(memory.nbytes)} of host memory (error {int(code)}): lower "
         "host_budget, or raise the limit of locked memory (ulimit -l)."
@@ -108,29 +114,33 @@ def _register(memory: Tensor, device: torch.device) -> None:
 
 def _unregister(memory: Tensor, device: torch.device) -> None:
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # copies may still be on their way
+        torch.cuda.synchronize()  # copies may be in flight
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
-_PIECE = 512 * 2**10  # bytes of a file that are read at a time
+_HOW_TO_RECOVER = (
+    "Parameters and optimizer state are unchanged: zero the gradients before the next step, and free some space on "
+    "that disk or set offload_dir to another folder."
+)
+_READ_SIZE = 512 * 2**10  # bytes of one read: they are still in the processor's cache when they are hashed
 
 
-class ScratchFile:
-    """A file that nobody else sees: it has no name (or loses it at once), so that a crash leaves nothing behind.
+class ScratchFile(Storage):
+    """Temporary file without a name, so that a crash leaves nothing behind.
 
-    Every block carries a checksum (XXH3, 64 bits) that is verified when it is read. The file is closed, and its space
-    free, when nobody refers to it any more.
+    Every block has a checksum (XXH3, 64 bits), verified when it is read. The file is closed, and its space freed, when
+    the object is garbage-collected.
 
     Args:
-        folder: where; it must exist.
-        nbytes: most bytes it may have.
+        folder: existing folder on the disk to use.
+        nbytes: most bytes of the file.
 
     Raises:
-        ValueError: the folder does not exist, or no file can be made in it.
+        ValueError: the folder does not exist, or no file can be created in it.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        import xxhash  # here, because a machine without a disk tier need not have it
+        import xxhash  # imported here: without a disk tier it need not be installed
 
         self._hasher: Callable[[], Any] = xxhash.xxh3_64
         self.ranges = RangeAllocator(nbytes)
@@ -146,11 +156,11 @@ class ScratchFile:
         os.fchmod(self._descriptor, 0o600)
         weakref.finalize(self, file.close)
 
-    def reserve(self, start: int, nbytes: int) -> None:
-        """Take the room of a run on the disk, before its first sweep.
+    def preallocate(self, start: int, nbytes: int) -> None:
+        """Allocate a range of the file on the disk before a step, so that the step cannot fill the disk midway.
 
         Raises:
-            TierError: there is not so much.
+            TierError: the disk has less free space.
         """
         try:
             os.posix_fallocate(self._descriptor, start, nbytes)
@@ -163,12 +173,8 @@ class ScratchFile:
                 "device_budget."
             ) from error
 
+    @override
     def write(self, block: StorageBlock, data: Tensor) -> None:
-        """See `Storage.write`.
-
-        Raises:
-            TierError: the disk is full, or failed.
-        """
         view = memoryview(data.numpy())  # type: ignore[arg-type]
         done = 0
         try:
@@ -176,51 +182,43 @@ class ScratchFile:
                 done += os.pwrite(self._descriptor, view[done:], block.offset + done)
         except OSError as error:
             raise TierError(
-                f"writing {format_bytes(len(view))} to the {self.name} failed: {error.strerror}. {_MEND}"
+                f"writing {format_bytes(len(view))} to the {self.name} failed: {error.strerror}. {_HOW_TO_RECOVER}"
             ) from error
         hasher = self._hasher()
         hasher.update(view)
         block.checksum = hasher.intdigest()
 
+    @override
     def read(self, block: StorageBlock, into: Tensor) -> None:
-        """See `Storage.read`.
-
-        Raises:
-            TierError: the disk failed, the file is shorter than it was, or its bytes are others than those written.
-        """
         view = memoryview(into.numpy())  # type: ignore[arg-type]
         done, hasher = 0, self._hasher()
         while done < len(view):
             try:
-                count = os.preadv(self._descriptor, [view[done : done + _PIECE]], block.offset + done)
+                count = os.preadv(self._descriptor, [view[done : done + _READ_SIZE]], block.offset + done)
             except OSError as error:
-                raise TierError(f"reading from the {self.name} failed: {error.strerror}. {_MEND}") from error
+                raise TierError(f"reading from the {self.name} failed: {error.strerror}. {_HOW_TO_RECOVER}") from error
             if count == 0:
-                raise TierError(f"the {self.name} ends {format_bytes(len(view) - done)} too early. {_MEND}")
-            hasher.update(view[done : done + count])  # while it is in the processor's cache
+                raise TierError(f"the {self.name} is {format_bytes(len(view) - done)} too short. {_HOW_TO_RECOVER}")
+            hasher.update(view[done : done + count])
             done += count
         if hasher.intdigest() != block.checksum:
-            raise TierError(f"the {self.name} gave back other bytes than were written. {_MEND}")
+            raise TierError(f"the {self.name} returned other bytes than were written. {_HOW_TO_RECOVER}")
 
 
-class SimulatedStorage:
-    """A storage that stores nothing, for tensors that have no contents.
+class SimulatedStorage(Storage):
+    """Storage that stores nothing, for tensors on the `meta` device.
 
     Args:
-        nbytes: its size.
+        nbytes: bytes to allocate ranges from.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.ranges = RangeAllocator(nbytes)
 
+    @override
     def write(self, block: StorageBlock, data: Tensor) -> None:
-        """See `Storage.write`."""
+        pass
 
+    @override
     def read(self, block: StorageBlock, into: Tensor) -> None:
-        """See `Storage.read`."""
-
-
-_MEND = (
-    "Parameters and optimizer are as they were; zero the gradients before the next step, and free some space on that "
-    "disk or set offload_dir to another folder."
-)
+        pass

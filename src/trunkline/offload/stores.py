@@ -1,4 +1,4 @@
-"""The tiers of a streamed model, and the part of them that one run uses."""
+"""Tiers of a streamed model, and the stores that one step keeps in them."""
 
 from __future__ import annotations
 
@@ -11,156 +11,173 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from trunkline.offload import stats
 from trunkline.offload.lanes.base import Lanes, Move
 from trunkline.offload.placement import FitHints, Placement, StoreRequest, place
-from trunkline.offload.stats import Stats, TierBudget
+from trunkline.offload.stats import Stats, TierBudget, take_stats
 from trunkline.offload.storage import ScratchFile, Storage, StorageBlock
 from trunkline.units import TierName
 
-IN_FLIGHT = "on its way"  # what is in no store at the moment
-TierObserver = Callable[[TierName, str, int], None]  # tier, kind of store, bytes in (or out, where negative)
+IN_FLIGHT = "in flight"  # kind of a tensor that is in no store: it is being moved, or a reader has handed it out
+TierObserver = Callable[[TierName, str, int], None]  # tier, kind of store, bytes added (negative: removed)
 
 
 class Backend(Protocol):
-    """What carries tensors out of the device on one kind of machine."""
+    """Factory of lanes and storages for one kind of machine."""
 
     def lanes(self) -> Lanes:
-        """New lanes."""
+        """Create lanes."""
         ...
 
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """A new storage of a tier beyond the device."""
+        """Create the storage of a tier beyond the device."""
         ...
 
 
 @dataclass(slots=True)
 class Reservation:
-    """What a run holds, apart from the run itself: it can be given back when the run is gone."""
+    """Bytes that one step reserves and holds.
+
+    It is kept apart from `Stores`, so that it can be released after they were garbage-collected.
+
+    Attributes:
+        held: bytes held now, by tier.
+        persistent: bytes reserved between forward and backward, by tier.
+        transient: bytes reserved on the device during the step.
+        starts: offset of the step's range in each storage.
+    """
 
     held: Counter[TierName] = field(default_factory=Counter)
-    promised: dict[TierName, int] = field(default_factory=dict)  # between forward and backward
-    transient: int = 0  # on the device, while the run goes on
-    starts: dict[TierName, int] = field(default_factory=dict)  # of its range in each storage
+    persistent: dict[TierName, int] = field(default_factory=dict)
+    transient: int = 0
+    starts: dict[TierName, int] = field(default_factory=dict)
 
 
 class Tiers:
-    """Budgets, accounts, and the storages beyond the device; opened when a run first needs them.
+    """Budgets and storages of all tiers of a model. Lanes and storages are created when a step first needs them.
 
     Args:
-        budgets: bytes of each tier; None is no limit on the device, and no such tier elsewhere.
-        backend: makes lanes and storages; None where the device alone is used.
-        prefetch: tensors of one store that are on their way or in use at a time.
+        budgets: bytes of each tier; None is no limit for the device, and no such tier otherwise.
+        backend: creates lanes and storages; None where the device alone is used.
+        prefetch: chunks of one store on the device at a time, in use or in flight.
+
+    Attributes:
+        budgets: bytes held, peak and limit of each tier.
+        bytes_per_token: cache of what the engine measured for one kind of step.
+        observer: called with every change of bytes held; None for nobody.
+        fixed_placement: number of head groups and placement to use, chosen beforehand by a simulation.
     """
 
     def __init__(self, budgets: Mapping[TierName, int | None], backend: Backend | None, prefetch: int) -> None:
         self.budgets = {tier: TierBudget(tier, budget) for tier, budget in budgets.items()}
         self.prefetch = prefetch
-        self.bytes_per_token: dict[Hashable, Any] = {}  # what runs of one kind were found to need, by whoever asks
-        # Runs that were dropped without a backward. Their finalizers may run anywhere, in a lane's thread too, so they
-        # only leave a note here.
-        self.forgotten: deque[Reservation] = deque()
-        self._runs: list[Reservation] = []
-        # Of estimates: who is told of all that is held, and what was decided beforehand of head groups and places.
+        self.bytes_per_token: dict[Hashable, Any] = {}
         self.observer: TierObserver | None = None
         self.fixed_placement: tuple[int, Placement] | None = None
         self._backend = backend
         self._lanes: Lanes | None = None
         self._storages: dict[TierName, Storage] = {}
+        self._reservations: list[Reservation] = []  # of steps that are outstanding: running, or between their passes
+        # Reservations of steps that were garbage-collected without a backward. A finalizer may run in any thread, a
+        # lane's included, at any line: there, waiting for lanes would deadlock and changing counters would race. So it
+        # only appends here (atomic), and the next call in compute's thread releases them.
+        self._abandoned: deque[Reservation] = deque()
 
     @property
     def limited(self) -> bool:
-        """Whether anything may have to leave the device."""
+        """Whether the device has a budget, so that chunks may be offloaded."""
         return self.budgets["device"].budget is not None
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes, made when first needed."""
+        """Lanes of the model."""
         if self._lanes is None:
             assert self._backend is not None
             self._lanes = self._backend.lanes()
         return self._lanes
 
-    def place(
-        self, requests: Sequence[StoreRequest], advice: FitHints | None = None, *, headroom: int = 0
-    ) -> Placement:
-        """Place the stores of a run, beside those of runs still outstanding.
+    def place(self, requests: Sequence[StoreRequest], hints: FitHints | None = None, *, headroom: int = 0) -> Placement:
+        """Place the stores of a step beside those of outstanding steps.
 
         Args:
-            requests: for the stores.
-            advice: for the messages.
-            headroom: bytes of the device to leave free for later steps.
+            requests: requests for the stores, in order of priority.
+            hints: fixes for the messages.
+            headroom: transient bytes of the device to leave to later steps.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: the stores do not fit.
         """
         room = {tier: self.unreserved_bytes(tier) for tier in self.budgets}
         for tier in room:
-            if tier in self._storages:  # a run's range is one piece
-                room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest)
-        reserved = max((run.transient for run in self._runs), default=0)
-        reserved = max(reserved, headroom)
+            if tier in self._storages:  # a step's range in a storage is contiguous
+                room[tier] = min(room[tier] or 0, self._storages[tier].ranges.largest_free)
+        reserved = max([headroom, *(reservation.transient for reservation in self._reservations)])
         try:
-            return place(requests, room, reserved=reserved, advice=advice or FitHints())
+            return place(requests, room, reserved=reserved, hints=hints or FitHints())
         except ValueError as error:
-            if not self._runs:
+            if not self._reservations:
                 raise
             raise ValueError(
-                f"{error} ({len(self._runs)} earlier forwards still hold what their backward needs or their cache "
-                "keeps; losses that are kept and not used do so too: evaluate under torch.no_grad().)"
+                f"{error} ({len(self._reservations)} earlier forwards still hold what their backward needs or their "
+                "cache keeps; losses that are kept and not used do so, too: evaluate under torch.no_grad().)"
             ) from None
 
     def unreserved_bytes(self, tier: TierName) -> int | None:
-        """Bytes of a tier that no run keeps, or holds now: what one that goes on may have; None is no limit."""
+        """Return the bytes of a tier that no outstanding step reserves or holds; None if unlimited.
+
+        Transient bytes do not count: outstanding steps run one at a time and share them.
+        """
         self.release_abandoned()
         budget = self.budgets[tier].budget
-        persistent = sum(max(run.promised.get(tier, 0), run.held[tier]) for run in self._runs)
-        return None if budget is None else budget - persistent
+        taken = sum(max(r.persistent.get(tier, 0), r.held[tier]) for r in self._reservations)
+        return None if budget is None else budget - taken
 
-    def reserve(self, placement: Placement, record: Reservation) -> None:
-        """Take what a placement needs, for as long as the record is not given back.
+    def reserve(self, placement: Placement, reservation: Reservation) -> None:
+        """Reserve what a placement needs, until `release`.
 
         Raises:
-            TierError: there is no room on the disk, or host memory cannot be pinned.
+            TierError: the disk has no room, or host memory cannot be pinned.
         """
-        self._runs.append(record)
+        self._reservations.append(reservation)
         try:
             for tier, total in placement.offloaded.items():
                 storage = self.storage(tier)
-                record.starts[tier] = start = storage.ranges.allocate(total)
+                reservation.starts[tier] = start = storage.ranges.allocate(total)
                 if isinstance(storage, ScratchFile):
-                    storage.reserve(start, total)
+                    storage.preallocate(start, total)
                     self.lanes.prepare(placement.largest)
         except BaseException:
-            self.give_back(record)
+            self.release(reservation)
             raise
-        record.transient = placement.transient
-        record.promised = {"device": placement.persistent, **placement.offloaded}
+        reservation.transient = placement.transient
+        reservation.persistent = {"device": placement.persistent, **placement.offloaded}
 
-    def give_back(self, record: Reservation) -> None:
-        """Let go of what a run still holds: nothing after a whole backward, something after an error."""
+    def release(self, reservation: Reservation) -> None:
+        """Release a reservation and the bytes still held: none after a complete backward, some after an error."""
         if self._lanes is not None:
-            self._lanes.drain()
-        for tier, nbytes in record.held.items():
+            self._lanes.drain()  # a pending move must not touch a range that another step may take next
+        for tier, nbytes in reservation.held.items():
             self.budgets[tier].release(nbytes)
-        record.held.clear()
-        for tier, start in record.starts.items():
+        reservation.held.clear()
+        for tier, start in reservation.starts.items():
             self._storages[tier].ranges.free(start)
-        if any(run is record for run in self._runs):
-            self._runs = [run for run in self._runs if run is not record]
+        self._reservations = [other for other in self._reservations if other is not reservation]
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Leave a note that a reservation can be released. Safe in a finalizer, in any thread."""
+        self._abandoned.append(reservation)
 
     def release_abandoned(self) -> None:
-        """Let go of what runs hold that nobody can reach any more."""
-        while self.forgotten:
-            self.give_back(self.forgotten.popleft())
+        """Release reservations of steps that were garbage-collected without a backward."""
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
 
     def stats(self) -> Stats:
-        """What was held and moved since this was last asked."""
+        """Return peaks and traffic since the last call, and reset them."""
         self.release_abandoned()
-        return stats.take(self.budgets, self._lanes)
+        return take_stats(self.budgets, self._lanes)
 
     def storage(self, tier: TierName) -> Storage:
-        """The storage of a tier beyond the device, made when first needed."""
+        """Return the storage of a tier beyond the device."""
         if tier not in self._storages:
             budget = self.budgets[tier].budget
             assert budget is not None
@@ -169,45 +186,41 @@ class Tiers:
         return self._storages[tier]
 
 
-def resident_stores() -> Stores:
-    """Stores that leave everything on the device."""
-    return Stores(Tiers({"device": None}, None, prefetch=1))
-
-
 class Stores:
-    """What one run holds in the tiers, until it is closed or forgotten.
+    """Stores of one step, until it is closed or garbage-collected.
 
     Args:
-        tiers: of the model.
-        placement: of the run's stores; None leaves everything on the device.
+        tiers: tiers of the model.
+        placement: placement of the stores; None leaves every chunk on the device.
 
     Raises:
-        TierError: there is no room on the disk, or host memory cannot be pinned.
+        TierError: the disk has no room, or host memory cannot be pinned.
     """
 
     def __init__(self, tiers: Tiers, placement: Placement | None = None) -> None:
         self.tiers = tiers
         self.placement = placement
         self.prefetch = tiers.prefetch
-        self._record = Reservation()
-        self._stashing: defaultdict[str, deque[Move]] = defaultdict(deque)
+        self._reservation = Reservation()
+        self._pending: defaultdict[str, deque[Move]] = defaultdict(deque)  # stashes not yet flushed, by kind of store
         if placement is not None:
-            tiers.reserve(placement, self._record)
-        self._finalizer = weakref.finalize(self, tiers.forgotten.append, self._record)
+            tiers.reserve(placement, self._reservation)
+        # It refers to the reservation, not to the stores, which it would keep alive otherwise.
+        self._finalizer = weakref.finalize(self, tiers.abandon, self._reservation)
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Give back what the run still holds; from here on nothing is counted. Twice is once."""
+        """Release everything the step holds; later changes are not counted. A second call does nothing."""
         if self._finalizer.detach() is not None:
-            self.tiers.give_back(self._record)
+            self.tiers.release(self._reservation)
 
     def limit_transient(self, nbytes: int) -> None:
-        """The run is over, and what it has kept stays: from now on it takes so many bytes of the device beside that."""
-        self._record.transient = min(self._record.transient, nbytes)
+        """Reserve at most `nbytes` of transient device memory from now on: the step is over, and its data stays."""
+        self._reservation.transient = min(self._reservation.transient, nbytes)
 
     @contextlib.contextmanager
     def close_on_error(self) -> Iterator[None]:
-        """Give everything back if what runs inside fails."""
+        """Close the stores if the body raises."""
         try:
             yield
         except BaseException:
@@ -216,78 +229,95 @@ class Stores:
 
     @property
     def held(self) -> dict[TierName, int]:
-        """Bytes held now in each tier, where there are any."""
-        return {tier: nbytes for tier, nbytes in self._record.held.items() if nbytes}
+        """Bytes held now in each tier that holds any."""
+        return {tier: nbytes for tier, nbytes in self._reservation.held.items() if nbytes}
 
     @property
     def lanes(self) -> Lanes:
-        """Those of the model."""
+        """Lanes of the model."""
         return self.tiers.lanes
 
     def blocks(self, name: str, num_chunks: int) -> list[StorageBlock | None]:
-        """The block of each chunk of a store, None for those that rest on the device."""
+        """Return the block of each chunk of a store; None for chunks that rest on the device."""
         if self.placement is None:
             return [None] * num_chunks
         places, sizes = self.placement.places[name], self.placement.sizes[name]
-        starts, blocks = self._record.starts, list[StorageBlock | None]()
+        starts, blocks = self._reservation.starts, list[StorageBlock | None]()
         for (tier, offset), size in zip(places, sizes, strict=True):
-            away = None if tier is None or tier == "device" else tier
-            blocks.append(away and StorageBlock(self.tiers.storage(away), away, starts[away] + offset, size))
+            if tier is None or tier == "device":
+                blocks.append(None)
+            else:
+                blocks.append(StorageBlock(self.tiers.storage(tier), tier, starts[tier] + offset, size))
         return blocks
 
     def num_resident(self, names: Sequence[str], num_chunks: int) -> int:
-        """How many chunks, from the first, rest on the device in all of these stores."""
+        """Return how many chunks, counted from the first, rest on the device in all of these stores."""
         if self.placement is None:
             return num_chunks
         return min(self.placement.num_on_device(name) for name in names if name in self.placement.places)
 
     def stash(self, kind: str, x: Tensor, block: StorageBlock) -> Move:
-        """Send a dense tensor to its block; so many of a kind are on their way at most as `prefetch` says."""
+        """Copy a dense tensor into its block.
+
+        Args:
+            kind: kind of the store. The last `prefetch - 1` tensors of a kind (at least one while it is copied) stay
+                on the device; this call waits for older ones.
+            x: the tensor; it stays on the device until it is flushed.
+            block: its block.
+
+        Raises:
+            ValueError: the tensor is larger than its block.
+        """
         if x.nbytes > block.capacity:
             raise ValueError(
                 f"a chunk has {x.nbytes:,} bytes and was to have {block.capacity:,}: this model computes in another "
                 "shape or dtype than one token showed. Leave device_budget out."
             )
-        self.settle(kind, max(self.prefetch - 2, 0))
+        self.flush(kind, max(self.prefetch - 2, 0))
         self.acquire("device", x.nbytes)
         self.acquire(block.tier, x.nbytes, kind)
         move = self.lanes.stash(x, block)
-        self._stashing[kind].append(move)
-        if self.prefetch == 1:
-            self.settle(kind)
+        self._pending[kind].append(move)
+        if self.prefetch == 1:  # no double buffering: compute waits for every stash
+            self.flush(kind)
         return move
 
-    def settle(self, kind: str, remaining: int = 0) -> None:
-        """Let go of tensors that have been copied out, but for so many of the latest."""
-        moves = self._stashing[kind]
-        while len(moves) > remaining:
+    def flush(self, kind: str, max_pending: int = 0) -> None:
+        """Make compute wait for stashes of a kind, oldest first, until `max_pending` are left; free their tensors."""
+        moves = self._pending[kind]
+        while len(moves) > max_pending:
             move = moves.popleft()
             self.lanes.finish(move)
             self.release("device", move.nbytes)
 
     def flush_all(self) -> None:
-        """Let go of all tensors that have been copied out."""
-        for kind in self._stashing:
-            self.settle(kind)
+        """Make compute wait for all stashes; free their tensors on the device."""
+        for kind in self._pending:
+            self.flush(kind)
 
     def acquire(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
-        """Count bytes in.
+        """Count bytes that are held from now on.
 
         Args:
-            tier: where.
-            nbytes: how many.
-            kind: of the store that they are in, for whoever wants to know.
+            tier: tier that holds them.
+            nbytes: bytes.
+            kind: kind of their store, for the observer.
         """
-        if self._finalizer.alive:
-            self._record.held[tier] += nbytes
+        if self._finalizer.alive:  # after `close` nothing is counted: the whole reservation was released
+            self._reservation.held[tier] += nbytes
             self.tiers.budgets[tier].acquire(nbytes)
             if self.tiers.observer is not None:
                 self.tiers.observer(tier, kind, nbytes)
 
     def release(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
-        """Count bytes out; see `acquire`."""
+        """Count bytes that are held no longer; arguments as for `acquire`."""
         if self._finalizer.alive:
-            self._record.held[tier] -= nbytes
+            self._reservation.held[tier] -= nbytes
             self.tiers.budgets[tier].release(nbytes)
             if self.tiers.observer is not None:
                 self.tiers.observer(tier, kind, -nbytes)
+
+
+def resident_stores() -> Stores:
+    """Return stores that leave every chunk on the device."""
+    return Stores(Tiers({"device": None}, None, prefetch=1))

@@ -126,7 +126,7 @@ class DiskMover:
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self._file = ScratchFile(folder, 8 * nbytes)
-        self._file.reserve(0, 8 * nbytes)
+        self._file.preallocate(0, 8 * nbytes)
         self._blocks = [StorageBlock(self._file, "disk", i * nbytes, nbytes) for i in range(8)]
         self._data = {name: torch.zeros(nbytes, dtype=torch.uint8) for name in ("read", "write")}
         for block in self._blocks:

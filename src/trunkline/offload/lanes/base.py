@@ -1,11 +1,12 @@
-"""Lanes: ordered queues of work beside compute, and what a backend of them has to do.
+"""Lanes: ordered queues of moves that run beside compute, and the interface that each backend implements.
 
-The engine says what must follow what, and nothing else:
+The engine states order, and nothing else:
 
-- a stash reads its tensor after everything that compute has been given so far;
-- a fetch reads its block after the move named as `after`, and writes its tensor after all that compute has been given;
-- what compute is given after `finish(move)` follows the move. Only then may a stashed tensor be let go, a fetched one
-  be read, and a block be written again.
+- a stash (device to storage) reads its tensor after all work that compute was given before it;
+- a fetch (storage to device) reads its block after the move named `after`, and writes its tensor after all work that
+  compute was given before it;
+- compute that is given after `finish(move)` runs after the move. Only then may the engine free a stashed tensor, read a
+  fetched one, or write the block again.
 """
 
 from __future__ import annotations
@@ -25,33 +26,39 @@ LANES: tuple[LaneName, ...] = ("fetch", "stash")
 
 @dataclass(slots=True)
 class LaneTraffic:
-    """What went over one lane.
+    """Traffic of one lane.
 
     Attributes:
         moved: bytes.
         busy: seconds that the lane worked.
-        exposed: seconds that compute waited for it.
+        exposed: seconds that compute waited for the lane.
     """
 
     moved: int = 0
     busy: float = 0.0
     exposed: float = 0.0
 
+    def take(self) -> LaneTraffic:
+        """Return a copy and set these counters to zero."""
+        taken = LaneTraffic(self.moved, self.busy, self.exposed)
+        self.moved, self.busy, self.exposed = 0, 0.0, 0.0
+        return taken
+
     @property
     def gigabytes_per_second(self) -> float:
-        """10^9 bytes a second while it worked; 0 where it did not."""
+        """10^9 bytes a second while the lane worked; 0 if it never did."""
         return self.moved / self.busy / 1e9 if self.busy else 0.0
 
 
 @dataclass(slots=True)
 class TransferLog:
-    """When lanes moved what, and when compute waited for them; kept by lanes that are asked to.
+    """Times of moves and of waits for them.
 
     Attributes:
-        begin: second of `time.perf_counter` from which all is counted.
-        event: recorded on the device at the same moment, where lanes measure by events; None elsewhere.
-        moves: of each lane, (begin, end, tier).
-        waits: of compute, (begin, end, lane).
+        begin: second of `time.perf_counter` that is time 0 of the log.
+        event: CUDA event recorded at the same moment; None where lanes measure with the host's clock.
+        moves: of each lane, (begin, end, tier), in seconds.
+        waits: of compute, (begin, end, lane), in seconds.
     """
 
     begin: float
@@ -60,24 +67,25 @@ class TransferLog:
     waits: list[tuple[float, float, str]] = field(default_factory=list)
 
     def move(self, lane: LaneName, begin: float, end: float, tier: str) -> None:
-        """Add a move, in seconds of `time.perf_counter`."""
+        """Add a move; `begin` and `end` are seconds of `time.perf_counter`."""
         self.moves[lane].append((begin - self.begin, end - self.begin, tier))
 
     def wait(self, lane: LaneName, begin: float, end: float) -> None:
-        """Add a wait, in seconds of `time.perf_counter`."""
+        """Add a wait; `begin` and `end` are seconds of `time.perf_counter`."""
         self.waits.append((begin - self.begin, end - self.begin, lane))
 
 
 @dataclass(slots=True)
 class Move:
-    """A tensor on its way.
+    """Copy of a tensor that was given to a lane.
 
     Attributes:
-        lane: over which it goes.
-        tensor: that is stashed or filled; None once the move is finished.
-        block: its place beyond the device.
-        nbytes: of the tensor.
-        handle: the backend's own.
+        lane: the lane.
+        tensor: tensor on the device, read by a stash and written by a fetch; None once the move is finished. Until then
+            this reference keeps its memory alive.
+        block: block in the storage.
+        nbytes: bytes of the tensor.
+        handle: the backend's own state.
     """
 
     lane: LaneName
@@ -88,33 +96,33 @@ class Move:
 
 
 class Lanes(Protocol):
-    """A backend.
+    """Lanes of one kind of machine.
 
     Attributes:
-        log: what each lane does when is written there; None for nowhere.
+        log: lanes add their moves and waits to it; None for no log.
     """
 
     log: TransferLog | None
 
     @property
     def traffic(self) -> dict[LaneName, LaneTraffic]:
-        """What went over each lane since it was last set to zero."""
+        """Traffic of each lane; its reader sets the counters to zero."""
         ...
 
     def prepare(self, nbytes: int) -> None:
-        """Get ready, before a sweep, for blocks of so many bytes in a file."""
+        """Allocate whatever moves of up to `nbytes` to and from a file need. Called before a sweep."""
         ...
 
     def stash(self, x: Tensor, block: StorageBlock) -> Move:
-        """Copy `x`, dense, into `block`."""
+        """Copy a dense tensor into `block`."""
         ...
 
     def fetch(self, block: StorageBlock, into: Tensor, after: Move) -> Move:
-        """Copy `block` into `into`, dense, after the move that filled the block."""
+        """Copy `block` into a dense tensor, after the move that filled the block."""
         ...
 
     def finish(self, move: Move) -> None:
-        """Have compute go on only after `move`.
+        """Make compute wait for `move`.
 
         Raises:
             TierError: the move failed.
@@ -122,21 +130,22 @@ class Lanes(Protocol):
         ...
 
     def drain(self) -> None:
-        """Have compute go on only after all that is under way, come what may of it."""
+        """Make compute wait for all pending moves, failed ones included."""
         ...
 
 
-def succeed(work: Future[None]) -> None:
-    """Wait for a thread's part of a move.
+def wait_for(work: Future[None]) -> None:
+    """Wait for the part of a move that runs in a thread.
 
     Raises:
-        TierError: it failed. A new error, since the thread's own would keep the whole failed step alive in a cycle.
+        TierError: it failed.
     """
     error = work.exception()
     if error is not None:
+        # A new error: the thread's own has a traceback that keeps the tensors of the failed step alive in a cycle.
         raise TierError(str(error)) from error
 
 
 def flat_bytes(x: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order in which they lie in memory, uint8 (nbytes,)."""
+    """Return the bytes of a dense tensor in memory order, uint8 (nbytes,), as a view."""
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

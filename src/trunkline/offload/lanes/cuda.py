@@ -1,8 +1,8 @@
-"""Lanes as CUDA streams: one beside compute for each direction, with events between them.
+"""Lanes as CUDA streams: one beside the compute stream for each direction, ordered by events.
 
-To and from the host slab a move is one asynchronous copy, and the host waits for nothing. A file is reached in two legs
-through pinned staging memory: the copy on the lane's stream, the file's own part in the lane's thread. There the host
-waits, in `finish` for what has not been read yet, in `stash` for staging memory.
+A move to or from the host slab is one asynchronous copy, and the host never waits for it. A move to or from the
+scratch file has two legs through pinned staging memory: a copy on the lane's stream, and file I/O in the lane's thread.
+The host waits only in `finish` of a fetch that has not been read yet, and in `stash` when all staging memory is in use.
 """
 
 from __future__ import annotations
@@ -12,53 +12,71 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.cuda import Event, Stream
+from typing_extensions import override
 
-from trunkline.offload.lanes.base import LANES, LaneName, LaneTraffic, Move, TransferLog, flat_bytes, succeed
+from trunkline.offload.lanes.base import LANES, LaneName, Lanes, LaneTraffic, Move, TransferLog, flat_bytes, wait_for
 from trunkline.offload.storage import HostSlab, StorageBlock
 
-_PIECES = 8  # of staging memory for each lane: what one chunk stashes, and what is fetched for one
-_MARKS = 256  # pairs of events that wait to be read before they are read on the way
+_NUM_STAGING_BUFFERS = 8  # per lane: enough for the tensors that one chunk stashes or fetches
+_MAX_PENDING_TIMINGS = 256  # event pairs kept before finished ones are read during a step
 
 
 @dataclass(slots=True)
-class _Handle:
-    """What stands for a move: the end of its copy on the lane's stream, and its part in the lane's thread."""
+class _MoveState:
+    """Handle of a move: the event at the end of its copy, and the future of its file I/O (None for the host slab)."""
 
     copied: Event | None = None
-    file: Future[None] | None = None
+    file_io: Future[None] | None = None
 
 
-class _Staging:
-    """Pinned memory for the moves of one lane on their way to or from a file, in pieces that go round."""
+@dataclass(slots=True)
+class _Timing:
+    """A pair of events whose distance is added to a counter of `LaneTraffic` once both have passed."""
+
+    lane: LaneName
+    counter: Literal["busy", "exposed"]
+    tier: str
+    begin: Event
+    end: Event
+
+
+class _StagingBuffers:
+    """Pinned buffers of one lane between the device and a file.
+
+    Args:
+        nbytes: bytes of each buffer; 0 allocates none.
+        device: the CUDA device.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
-        self._slab = HostSlab(_PIECES * nbytes, device if nbytes else None)
-        self._free = deque(range(0, _PIECES * nbytes, nbytes)) if nbytes else deque[int]()
+        self._slab = HostSlab(_NUM_STAGING_BUFFERS * nbytes, device if nbytes else None)
+        self._free = deque(range(0, _NUM_STAGING_BUFFERS * nbytes, nbytes)) if nbytes else deque[int]()
         self._changed = threading.Condition()
 
-    def take(self) -> int:
-        """The offset of a free piece, as soon as there is one."""
+    def acquire(self) -> int:
+        """Return the offset of a free buffer; wait until there is one."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free))
             return self._free.popleft()
 
-    def give(self, offset: int) -> None:
-        """Give a piece back."""
+    def release(self, offset: int) -> None:
+        """Return a buffer to the free ones."""
         with self._changed:
             self._free.append(offset)
             self._changed.notify()
 
-    def piece(self, offset: int, nbytes: int) -> Tensor:
-        """Its first bytes."""
+    def view(self, offset: int, nbytes: int) -> Tensor:
+        """Return the first bytes of a buffer, uint8 (nbytes,)."""
         return self._slab.memory[offset : offset + nbytes]
 
 
-class CudaLanes:
+class CudaLanes(Lanes):
     """Lanes between a CUDA device, the host slab and a scratch file.
 
     Args:
@@ -66,102 +84,107 @@ class CudaLanes:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.log: TransferLog | None = None
         self._device = device
         self._streams = {lane: Stream(device) for lane in LANES}  # type: ignore[no-untyped-call]
         self._workers = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"trunkline-{lane}") for lane in LANES}
-        self._staging = {lane: _Staging(0, device) for lane in LANES}
+        self._staging = {lane: _StagingBuffers(0, device) for lane in LANES}
         self._traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
-        # What is measured (`busy` or `exposed`), and the tier that it is drawn with.
-        self._marks: deque[tuple[LaneName, str, str, Event, Event]] = deque()
-        self.log: TransferLog | None = None
+        self._timings: deque[_Timing] = deque()
 
     @property
+    @override
     def traffic(self) -> dict[LaneName, LaneTraffic]:
-        """See `Lanes.traffic`. It waits for the device: read it between steps."""
-        torch.cuda.synchronize(self._device)
-        self._read_marks()
+        torch.cuda.synchronize(self._device)  # so that every event has passed; callers read between steps
+        self._read_timings()
         return self._traffic
 
+    @override
     def prepare(self, nbytes: int) -> None:
-        """See `Lanes.prepare`."""
         if nbytes > self._staging["stash"].nbytes:
-            torch.cuda.synchronize(self._device)
-            self._staging = {lane: _Staging(nbytes, self._device) for lane in LANES}
+            torch.cuda.synchronize(self._device)  # copies into the old buffers may be in flight
+            self._staging = {lane: _StagingBuffers(nbytes, self._device) for lane in LANES}
 
+    @override
     def stash(self, x: Tensor, block: StorageBlock) -> Move:
-        """See `Lanes.stash`."""
         self._traffic["stash"].moved += x.nbytes
+        # The copy must not begin before the kernels that write `x`. `x` itself stays alive in the Move until `finish`
+        # has made compute wait for the copy: only then may the allocator give its memory to a later kernel.
         self._streams["stash"].wait_stream(self._compute)
         if isinstance(block.storage, HostSlab):
-            copied = self._copy("stash", flat_bytes(x), block.storage.bytes_of(block, x.nbytes), "host")
-            return Move("stash", x, block, x.nbytes, _Handle(copied))
+            copied = self._copy("stash", flat_bytes(x), block.storage.view(block, x.nbytes), "host")
+            return Move("stash", x, block, x.nbytes, _MoveState(copied))
         staging, nbytes = self._staging["stash"], x.nbytes
         start = time.perf_counter()
-        offset = staging.take()
+        offset = staging.acquire()
         end = time.perf_counter()
         self._traffic["stash"].exposed += end - start
         if self.log is not None:
             self.log.wait("stash", start, end)
-        copied = self._copy("stash", flat_bytes(x), staging.piece(offset, nbytes), "disk")
+        copied = self._copy("stash", flat_bytes(x), staging.view(offset, nbytes), "disk")
 
         def write() -> None:
             try:
-                copied.synchronize()
+                copied.synchronize()  # this thread waits, not compute's
                 start = time.perf_counter()
-                block.storage.write(block, staging.piece(offset, nbytes))
-                self._worked("stash", start)
+                block.storage.write(block, staging.view(offset, nbytes))
+                self._count_file_io("stash", start)
             finally:
-                staging.give(offset)
+                staging.release(offset)
 
-        return Move("stash", x, block, nbytes, _Handle(copied, self._workers["stash"].submit(write)))
+        return Move("stash", x, block, nbytes, _MoveState(copied, self._workers["stash"].submit(write)))
 
+    @override
     def fetch(self, block: StorageBlock, into: Tensor, after: Move) -> Move:
-        """See `Lanes.fetch`."""
         self._traffic["fetch"].moved += into.nbytes
         stream = self._streams["fetch"]
         if isinstance(block.storage, HostSlab):
+            # `into` may reuse memory that kernels launched earlier still read: wait for them before overwriting it.
             stream.wait_stream(self._compute)
             stream.wait_event(after.handle.copied)
-            copied = self._copy("fetch", block.storage.bytes_of(block, into.nbytes), flat_bytes(into), "host")
-            return Move("fetch", into, block, into.nbytes, _Handle(copied))
+            copied = self._copy("fetch", block.storage.view(block, into.nbytes), flat_bytes(into), "host")
+            return Move("fetch", into, block, into.nbytes, _MoveState(copied))
         staging, nbytes = self._staging["fetch"], into.nbytes
-        ready, handle = self._compute.record_event(), _Handle()
+        # Recorded now, in compute's thread: recorded later, it would also cover kernels launched after this call, and
+        # the copy would wait for them, too.
+        ready, handle = self._compute.record_event(), _MoveState()
 
         def read() -> None:
-            after.handle.file.result()
-            offset = staging.take()
+            after.handle.file_io.result()
+            offset = staging.acquire()
             try:
                 start = time.perf_counter()
-                piece = staging.piece(offset, nbytes)
-                block.storage.read(block, piece)
-                self._worked("fetch", start)
+                buffer = staging.view(offset, nbytes)
+                block.storage.read(block, buffer)
+                self._count_file_io("fetch", start)
                 stream.wait_event(ready)
-                with torch.inference_mode(into.is_inference()):
-                    handle.copied = self._copy("fetch", piece, flat_bytes(into), "disk")
-                handle.copied.synchronize()
+                with torch.inference_mode(into.is_inference()):  # the mode belongs to a thread; `into` has the caller's
+                    handle.copied = self._copy("fetch", buffer, flat_bytes(into), "disk")
+                handle.copied.synchronize()  # the buffer is free once the copy has read it
             finally:
-                staging.give(offset)
+                staging.release(offset)
 
-        handle.file = self._workers["fetch"].submit(read)
+        handle.file_io = self._workers["fetch"].submit(read)
         return Move("fetch", into, block, nbytes, handle)
 
+    @override
     def finish(self, move: Move) -> None:
-        """See `Lanes.finish`."""
         begin, end = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(self._compute)
-        if move.lane == "fetch" and move.handle.file is not None:
-            succeed(move.handle.file)
+        # A stash need not be in its file yet: the tensor may be freed as soon as it is in staging memory.
+        if move.lane == "fetch" and move.handle.file_io is not None:
+            wait_for(move.handle.file_io)
         self._compute.wait_event(move.handle.copied)
         end.record(self._compute)
-        self._marks.append((move.lane, "exposed", "", begin, end))
-        if len(self._marks) > _MARKS:
-            self._read_marks()
+        self._timings.append(_Timing(move.lane, "exposed", "", begin, end))
+        if len(self._timings) > _MAX_PENDING_TIMINGS:
+            self._read_timings()
         move.tensor = None
 
+    @override
     def drain(self) -> None:
-        """See `Lanes.drain`."""
         for worker in self._workers.values():
-            worker.submit(int).result()
+            worker.submit(int).result()  # a thread runs its work in order: all that was given before is over
         for stream in self._streams.values():
             self._compute.wait_stream(stream)
 
@@ -169,32 +192,33 @@ class CudaLanes:
     def _compute(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
-    def _worked(self, lane: LaneName, start: float) -> None:
-        """A lane's thread has read or written a file since then."""
+    def _count_file_io(self, lane: LaneName, start: float) -> None:
+        """Count file I/O that began at `start` and has just ended, in seconds of `time.perf_counter`."""
         end = time.perf_counter()
         self._traffic[lane].busy += end - start
         if self.log is not None:
             self.log.move(lane, start, end, "disk")
 
     def _copy(self, lane: LaneName, source: Tensor, target: Tensor, tier: str) -> Event:
+        """Copy on the lane's stream and return the event at its end."""
         begin, end = (Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         stream = self._streams[lane]
         with torch.cuda.stream(stream):
             begin.record(stream)
             target.copy_(source, non_blocking=True)
             end.record(stream)
-        self._marks.append((lane, "busy", tier, begin, end))
+        self._timings.append(_Timing(lane, "busy", tier, begin, end))
         return end
 
-    def _read_marks(self) -> None:
-        """Add up what is over, in the order in which it was begun."""
-        while self._marks and self._marks[0][4].query():  # type: ignore[no-untyped-call]
-            lane, what, tier, begin, end = self._marks.popleft()
-            traffic, seconds = self._traffic[lane], begin.elapsed_time(end) / 1e3
-            setattr(traffic, what, getattr(traffic, what) + seconds)
+    def _read_timings(self) -> None:
+        """Add finished timings to the counters, oldest first, up to the first that is not finished."""
+        while self._timings and self._timings[0].end.query():  # type: ignore[no-untyped-call]
+            timing = self._timings.popleft()
+            traffic, seconds = self._traffic[timing.lane], timing.begin.elapsed_time(timing.end) / 1e3
+            setattr(traffic, timing.counter, getattr(traffic, timing.counter) + seconds)
             if self.log is not None:
-                at = self.log.event.elapsed_time(begin) / 1e3
-                if what == "busy":
-                    self.log.moves[lane].append((at, at + seconds, tier))
+                at = self.log.event.elapsed_time(timing.begin) / 1e3
+                if timing.counter == "busy":
+                    self.log.moves[timing.lane].append((at, at + seconds, timing.tier))
                 else:
-                    self.log.waits.append((at, at + seconds, lane))
+                    self.log.waits.append((at, at + seconds, timing.lane))
