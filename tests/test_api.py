@@ -57,7 +57,7 @@ def test_a_deep_copy_streams_the_copy() -> None:
     assert collect(other)
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
+def test_save_pretrained_and_load(tmp_path: Path) -> None:
     model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
     model.save_pretrained(tmp_path)
     loaded = T.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -116,7 +116,7 @@ def test_fused_adamw_steps_on_the_result(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_dropout_is_replayed(keep: tuple[str, ...]) -> None:
+def test_dropout_mask_is_the_same_in_replay(keep: tuple[str, ...]) -> None:
     """The gradient is that of the very function the forward computed: it predicts how that changes (fp64)."""
     model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.2)
     ids = tokens(2, 37)
@@ -162,7 +162,7 @@ def test_dropout_differs_between_chunks_layers_and_forwards() -> None:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_autocast_holds_in_the_replay(keep: tuple[str, ...], inside: bool) -> None:
+def test_autocast_is_the_same_in_replay(keep: tuple[str, ...], inside: bool) -> None:
     model = build("llama", torch.float32)
     ids = tokens(1, 64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -215,7 +215,7 @@ def test_fp32_islands_under_autocast_are_differentiated_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_attention_under_autocast_is_that_of_autocast(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_under_autocast_computes_in_the_autocast_dtype(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values reach the kernel in the autocast dtype, as they do in SDPA, also on bf16 processors."""
     from trunkline.attention import kernels
 
@@ -253,7 +253,7 @@ def test_fp16_weight_gradients_of_the_head_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("changed", ["a parameter", "a frozen parameter", "input_ids"])
-def test_what_backward_reads_again_must_not_have_changed(changed: str) -> None:
+def test_inputs_and_parameters_changed_before_backward_are_refused(changed: str) -> None:
     model = build("llama")
     model.lm_head.requires_grad_(False)
     trunkline.stream(model, chunk_size=8)
@@ -285,7 +285,7 @@ def test_loss_may_be_changed_in_place_and_a_hook_may_want_the_embedding() -> Non
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_trainer_of_transformers(tmp_path: Path, bf16: bool) -> None:
+def test_transformers_trainer(tmp_path: Path, bf16: bool) -> None:
     """transformers' Trainer, with accumulation and evaluation: the losses of plain training."""
 
     class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -326,7 +326,7 @@ def test_trainer_of_transformers(tmp_path: Path, bf16: bool) -> None:
     assert histories[1] == pytest.approx(histories[0], rel=0.02 if bf16 else 1e-4)
 
 
-def test_threads_take_turns() -> None:
+def test_forwards_in_several_threads() -> None:
     """Two threads that use one streamed model get what they would get alone."""
     model = build("llama")
     trunkline.stream(model, chunk_size=4)
@@ -350,7 +350,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
         trunkline.stream(model)
 
 
-def test_a_method_made_of_the_streamed_forward() -> None:
+def test_a_wrapper_that_binds_the_streamed_forward() -> None:
     """What accelerate's `unwrap_model(keep_fp32_wrapper=False)` leaves on the model."""
     model = trunkline.stream(build("llama"), chunk_size=8)
     ids = tokens(1, 20)

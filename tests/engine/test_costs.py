@@ -57,7 +57,7 @@ def test_kernel_calls_and_copies_of_a_step(keep: tuple[str, ...], recomputed: in
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_what_is_kept_and_that_it_is_let_go(keep: tuple[str, ...]) -> None:
+def test_kept_bytes_are_those_of_the_formula_and_are_released(keep: tuple[str, ...]) -> None:
     model = trunkline.stream(build("llama", torch.float32), chunk_size=8, keep=keep)
     ids = tokens(1, 40)
     loss = model(input_ids=ids, labels=ids).loss
@@ -118,7 +118,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def test_memory_beyond_the_stores_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_beyond_the_stores_does_not_grow_with_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peak of a step, less what the engine says it keeps, at 2,048 and 8,192 tokens in chunks of 256."""
 
     monkeypatch.setattr(kv_spans, "SPAN", 512)

@@ -25,7 +25,7 @@ def numbers(lengths: list[list[int]]) -> Tensor:
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, 64])
 @pytest.mark.parametrize("keep", [(), ("attention",), ("attention", "kv")], ids=["nothing", "attention", "both"])
-def test_packed_is_each_alone(chunk_size: int, keep: tuple[str, ...]) -> None:
+def test_packed_documents_equal_each_document_alone(chunk_size: int, keep: tuple[str, ...]) -> None:
     model, ids = build("llama"), tokens(2, 40)
     expected = alone(model, ids, LENGTHS)
     trunkline.stream(model, chunk_size=chunk_size, keep=keep)
@@ -42,7 +42,7 @@ def test_packed_is_each_alone(chunk_size: int, keep: tuple[str, ...]) -> None:
     ],
     ids=["streamed", "head groups", "every second", "math"],
 )  # fmt: skip
-def test_in_every_strategy(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_packed_documents_in_every_attention_strategy(settings: dict[str, Any], tmp_path: Path) -> None:
     model, ids = build("qwen3"), tokens(2, 40)
     expected = alone(model, ids, LENGTHS)
     trunkline.stream(model, chunk_size=8, offload_dir=tmp_path if "attn_strategy" in settings else None, **settings)
@@ -50,7 +50,7 @@ def test_in_every_strategy(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "mistral"])
-def test_families_with_other_positions(family: str) -> None:
+def test_packed_documents_with_other_kinds_of_positions(family: str) -> None:
     model, ids = build(family), tokens(2, 40)
     expected = alone(model, ids, LENGTHS)
     trunkline.stream(model, chunk_size=8)
@@ -58,14 +58,14 @@ def test_families_with_other_positions(family: str) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 6, 20])
-def test_with_a_window(window: int) -> None:
+def test_packed_documents_with_a_sliding_window(window: int) -> None:
     model, ids = build("mistral", sliding_window=window), tokens(2, 40)
     expected = alone(model, ids, LENGTHS)
     trunkline.stream(model, chunk_size=8)
     check(packed(model, ids, position_ids=positions(LENGTHS)), expected, torch.float64)
 
 
-def test_as_collators_say_it() -> None:
+def test_arguments_of_packing_collators() -> None:
     model, ids = build("llama"), tokens(1, 40)
     expected = alone(model, ids, LENGTHS[:1])
     trunkline.stream(model, chunk_size=8)
@@ -77,7 +77,7 @@ def test_as_collators_say_it() -> None:
         check(packed(model, ids, **given), expected, torch.float64)
 
 
-def test_positions_that_go_on_in_the_next_document() -> None:
+def test_document_ids_with_positions_that_continue_across_documents() -> None:
     """With document_ids positions may be anything: rotary positions are relative."""
     model, ids = build("llama"), tokens(2, 40)
     lengths = [[25, 15], [25, 15]]
@@ -88,7 +88,7 @@ def test_positions_that_go_on_in_the_next_document() -> None:
     assert total_error(got[1], expected[1]) < 1e-5
 
 
-def test_positions_that_begin_elsewhere_in_each_document() -> None:
+def test_document_ids_with_positions_that_begin_anywhere() -> None:
     """As a trainer of cut documents has them; padding has any."""
     model, ids = build("llama"), tokens(2, 40)
     lengths = [[25, 10], [7, 33]]
@@ -103,7 +103,7 @@ def test_positions_that_begin_elsewhere_in_each_document() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_positions_of_padding_mean_nothing(family: str) -> None:
+def test_positions_of_padding_are_ignored(family: str) -> None:
     """Beyond the learned ones; and rows with one document each are one kernel call, as without positions."""
     model, ids = build(family), tokens(2, 40)
     mask = (torch.arange(40) < torch.tensor([[35], [40]])).long()
@@ -135,7 +135,7 @@ def test_padding_and_packing_together(name: str) -> None:
     check(packed(model, ids, attention_mask=mask, **{name: given}), expected, torch.float64)
 
 
-def test_labels_that_are_ignored_and_labels_that_are_shifted() -> None:
+def test_ignored_labels_and_shift_labels_in_packed_documents() -> None:
     model, ids = build("llama"), tokens(1, 40)
     labels = ids.clone()
     labels[0, [0, 5, 6, 23, 32]] = -100  # as collators do it, first tokens of documents
@@ -150,7 +150,7 @@ def test_labels_that_are_ignored_and_labels_that_are_shifted() -> None:
     assert model(input_ids=ids, shift_labels=whole, position_ids=rows).loss != expected[0]  # taken as they are
 
 
-def test_logits_of_the_last_document() -> None:
+def test_last_logits_see_the_last_document_only() -> None:
     model, ids = build("llama").eval(), tokens(1, 40)
     expected = model(input_ids=ids[:, 32:]).logits[:, -3:]
     trunkline.stream(model, chunk_size=16)
@@ -190,7 +190,7 @@ def test_trainer_passes_documents_on(tmp_path: Path) -> None:
     assert evaluated == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_every_token_a_document_is_warned_of() -> None:
+def test_a_warning_where_every_token_is_a_document() -> None:
     model = trunkline.stream(build("llama", torch.float32), chunk_size=16)
     ids = tokens(1, 20)
     with pytest.warns(UserWarning, match="every token is a document of its own"):

@@ -21,7 +21,7 @@ from trunkline.hf.decoder import HuggingFaceDecoder
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [0.0, 1e3])
-def test_tile_loss(dtype: torch.dtype, shift: float) -> None:
+def test_tile_loss_equals_cross_entropy(dtype: torch.dtype, shift: float) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(2, 7, 11) + shift).to(dtype)
     targets = torch.randint(0, 11, (2, 7))
@@ -49,7 +49,7 @@ def test_ignored_positions_with_impossible_first_token() -> None:
 
 
 @pytest.mark.parametrize("tile_tokens", [1, 3, 8, 100])
-def test_tiles_cover_the_chunks(tile_tokens: int) -> None:
+def test_tiles_cover_every_token_of_the_chunks_once(tile_tokens: int) -> None:
     tiles = loss.cut_tiles(split(37, 8), tile_tokens)
     assert [token for tile in tiles for token in range(tile.start, tile.stop)] == list(range(37))
     assert all(tile.stop - tile.start <= tile_tokens for tile in tiles)
@@ -88,7 +88,7 @@ def test_logits_budget_does_not_change_the_result(logits_budget: int) -> None:
     assert max(relative_error(got[1][name], g) for name, g in expected[1].items()) < 1e-8
 
 
-def test_sums_are_fp32_and_rounded_once() -> None:
+def test_gradient_sums_are_fp32_and_rounded_once() -> None:
     """4,096 shares of 1/4096 + 2^-20: a bf16 sum would stop growing at 1/16."""
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     sums = GradientSums()
@@ -120,7 +120,7 @@ def test_tiles_hold_a_thousand_tokens_on_an_accelerator() -> None:
     assert loss.tokens_per_tile(None, 1, 97, torch.float32, device=torch.device("cuda")) == 64 * 2**20 // (97 * 16)
 
 
-def test_a_loss_far_above_what_a_probability_can_say() -> None:
+def test_loss_of_a_target_with_probability_zero_in_fp32() -> None:
     logits = torch.tensor([[[0.0, 1e4, -1e4], [-300.0, 0.0, -float("inf")]]])
     total, gradient = loss.tile_loss(logits, torch.tensor([[2, 0]]), gradient=True)
     assert float(total) == 2e4 + 300

@@ -58,7 +58,7 @@ _models = {family: build(family) for family in ("llama", "gpt2", "cohere")}
     kernel=st.sampled_from(["auto", "math"]),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape(
+def test_any_batch_length_chunk_and_tile(
     family: str, batch: int, seq_len: int, chunk_size: int, keep: Iterable[str], tile: int, ignored: float,
     kernel: str, seed: int,
 ) -> None:  # fmt: skip
@@ -81,7 +81,7 @@ def test_any_shape(
 
 
 @pytest.mark.parametrize("span", [1, 5, 16, 64])
-def test_backward_spans(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_in_spans_of_any_length(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys taken in several kernel calls a chunk give the same gradients."""
 
     model = build("llama")
@@ -200,7 +200,7 @@ FREEZES = {
 
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_frozen_parameters(freeze: str, keep: tuple[str, ...]) -> None:
+def test_frozen_parameters_get_no_gradient(freeze: str, keep: tuple[str, ...]) -> None:
     model = build("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(FREEZES[freeze](name))
@@ -225,7 +225,7 @@ def test_a_frozen_model_has_a_loss_without_a_graph() -> None:
     ("before", "targets"),
     list(itertools.product([True, False], [["q_proj", "v_proj"], ["k_proj", "down_proj"], "all-linear"])),
 )
-def test_lora_before_and_after(before: bool, targets: list[str] | str) -> None:
+def test_lora_added_before_or_after_stream(before: bool, targets: list[str] | str) -> None:
     def adapted(model: nn.Module) -> nn.Module:
         torch.manual_seed(3)
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=0.0))
@@ -268,7 +268,7 @@ def test_padding_on_the_right_counts_for_nothing() -> None:
     assert abs(float(mean.detach()) - float(loss.detach()) * 71 / (28 + 12 + 4)) < 1e-12
 
 
-def test_shift_labels_and_positions_that_start_elsewhere() -> None:
+def test_shift_labels_and_positions_that_do_not_start_at_zero() -> None:
     model = build("llama")
     ids = tokens(2, 37)
     targets = tokens(2, 37, seed=4)
@@ -281,7 +281,7 @@ def test_shift_labels_and_positions_that_start_elsewhere() -> None:
     assert abs(float(got - loss)) < 1e-12
 
 
-def test_evaluation_and_logits() -> None:
+def test_evaluation_returns_last_logits() -> None:
     """Without gradients the loss is that of training; without labels the last logits are transformers' own."""
     model = build("granite").eval()
     ids = tokens(2, 37)

@@ -11,7 +11,7 @@ from oracle import tokens
 import trunkline
 
 
-def test_progress() -> None:
+def test_progress_reports_every_chunk_of_every_part() -> None:
     events: list[trunkline.Progress] = []
     model = trunkline.stream(build("llama"), chunk_size=8, keep=("attention", "kv"), progress=events.append)
     ids = tokens(1, 20)
@@ -32,7 +32,7 @@ def test_progress() -> None:
     [({}, [2, 2, 2]), ({"keep": (), "checkpoint_every": 2}, [2, 3 + 2, 0])],
     ids=["keys again", "inputs again"],
 )
-def test_progress_is_told_of_what_is_computed_again(settings: dict[str, Any], without_progress: list[int]) -> None:
+def test_progress_reports_recomputation(settings: dict[str, Any], without_progress: list[int]) -> None:
     """Once a chunk, so that a user can end it: keys of two chunks, and the outputs of layer 0 for layer 1."""
     events: list[trunkline.Progress] = []
     model = trunkline.stream(build("llama"), chunk_size=8, progress=events.append, **settings)

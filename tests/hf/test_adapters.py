@@ -41,7 +41,7 @@ def adapted(model: nn.Module, **settings: Any) -> nn.Module:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_adapters_before_and_after(name: str, before: bool) -> None:
+def test_adapters_added_before_or_after_stream(name: str, before: bool) -> None:
     ids = tokens(2, 37)
     expected = plain(adapted(build("llama"), **CONFIGS[name]).double(), ids, ids)
     model = build("llama")
@@ -97,7 +97,7 @@ def compare_int8() -> None:
     check(got, expected, torch.float32)
 
 
-def test_int8_weights_below_adapters() -> None:
+def test_adapters_over_int8_weights() -> None:
     """In a process of its own: where torchao can be imported transformers and PEFT do so, and it is not silent."""
     folder = Path(sys.prefix) / "torchao"
     assert folder.is_dir(), "run make venv, which installs torchao there"

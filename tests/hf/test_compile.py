@@ -43,7 +43,7 @@ def test_layers_are_compiled_once_whatever_the_lengths(family: str, counter: Com
     check(plain(model, tokens(2, 37), tokens(2, 37)), expected[37], torch.float32)
 
 
-def test_layers_that_were_compiled_before(counter: CompileCounter) -> None:
+def test_layers_compiled_by_the_user(counter: CompileCounter) -> None:
     model = build("llama", torch.float32)
     ids = tokens(2, 37)
     expected = plain(model, ids, ids)
@@ -57,7 +57,7 @@ def test_layers_that_were_compiled_before(counter: CompileCounter) -> None:
 
 
 @pytest.mark.soak
-def test_compiled_code_is_right() -> None:
+def test_compiled_layers_have_exact_gradients() -> None:
     """Of the default backend, which needs a C++ compiler here."""
     model = build("llama", torch.float32, num_hidden_layers=2)
     ids = tokens(1, 21)
@@ -91,7 +91,7 @@ def test_a_streamed_model_that_is_compiled_afterwards_is_refused(how: str) -> No
         compiled(input_ids=ids, labels=ids)
 
 
-def test_graphs_have_room_beyond_the_limit(counter: CompileCounter) -> None:
+def test_the_recompile_limit_is_raised_while_streaming(counter: CompileCounter) -> None:
     """Training, evaluation, other batches, autocast: more graphs of shared code than torch.compile's limit of 8."""
     model = trunkline.stream(build("llama", torch.float32), chunk_size=8, compile=True)
     with warnings.catch_warnings(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -106,7 +106,7 @@ def test_graphs_have_room_beyond_the_limit(counter: CompileCounter) -> None:
     assert counter.frame_count > 12
 
 
-def test_a_forward_that_liger_put_on_the_model() -> None:
+def test_a_forward_replaced_by_liger() -> None:
     """Its fused loss is not called, since logits never exist as a whole; everything else of it is."""
     model = build("granite")
     ids = tokens(2, 37)

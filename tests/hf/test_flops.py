@@ -71,7 +71,7 @@ def test_frozen_weights_have_no_weight_gradient():
 
 @pytest.mark.parametrize("documents", [None, [12], [5, 1, 6], [1] * 12])
 @pytest.mark.parametrize("window", [None, 1, 5, 11, 12, 40])
-def test_pairs_by_counting(window, documents):
+def test_visible_pairs_equal_a_count(window, documents):
     """Windows in one layer of two, and packed documents: proportional to the sum of their squared lengths."""
     kinds = ["full_attention", "sliding_attention" if window else "full_attention"]
     config = AutoConfig.for_model("qwen2", **{**TINY["llama"], "sliding_window": window, "layer_types": kinds},
@@ -84,12 +84,12 @@ def test_pairs_by_counting(window, documents):
     assert attention_flops(model, seq_len=12, documents=documents) == expected
 
 
-def test_documents_that_do_not_make_up_the_sequence():
+def test_document_lengths_must_add_up_to_the_sequence():
     with pytest.raises(ValueError, match=r"documents=\[5, 6\]: give lengths .* that are 12 together"):
         model_flops(tiny("llama"), seq_len=12, documents=[5, 6])
 
 
-def test_experts_are_counted_as_they_are_used():
+def test_experts_count_as_often_as_tokens_use_them():
     """Two of four experts, as the counter counts them where each expert is a product of its own."""
     config = AutoConfig.for_model("mixtral", **TINY["llama"], num_local_experts=4, num_experts_per_tok=2)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
@@ -99,7 +99,7 @@ def test_experts_are_counted_as_they_are_used():
     assert counter.get_total_flops() == 24 * linear_flops_per_token(model)
 
 
-def test_values_of_another_width():
+def test_values_of_another_width_than_keys():
     config = AutoConfig.for_model("deepseek_v3", **{**TINY["llama"], "num_key_value_heads": 4, "head_dim": None},
                                   qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=4,
                                   n_group=1, topk_group=1, num_experts_per_tok=2)  # fmt: skip

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(model: Any, case: str) -> None:
+def test_bad_arguments_are_refused_by_name(model: Any, case: str) -> None:
     arguments, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         model(**{"input_ids": IDS, **arguments})
@@ -135,19 +135,19 @@ def test_settings_out_of_range(setting: dict[str, Any], message: str) -> None:
     assert "forward" not in plain.__dict__
 
 
-def test_a_mask_of_ones_is_no_mask(model: Any) -> None:
+def test_a_mask_of_ones_changes_nothing(model: Any) -> None:
     assert float(model(input_ids=IDS, labels=IDS, attention_mask=ONES).loss) == float(
         model(input_ids=IDS, labels=IDS).loss
     )
 
 
-def test_no_target_is_a_loss_of_zero_whatever_it_is_divided_by(model: Any) -> None:
+def test_a_batch_without_targets_has_loss_zero(model: Any) -> None:
     nothing = torch.full_like(IDS, -100)
     for count in (None, 0, 7):
         assert float(model(input_ids=IDS, labels=nothing, num_items_in_batch=count).loss) == 0
 
 
-def test_sizes_auto_chooses() -> None:
+def test_auto_sizes() -> None:
     assert (
         trunkline.StreamConfig(logits_budget="2KiB").logits_bytes
         == trunkline.StreamConfig(logits_budget=2048).logits_bytes

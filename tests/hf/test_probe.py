@@ -29,17 +29,17 @@ def refused(model: nn.Module, message: str) -> None:
     assert "forward" not in model.__dict__
 
 
-def test_no_attention_interface() -> None:
+def test_models_without_the_attention_interface_are_refused() -> None:
     config = T.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     refused(T.FalconForCausalLM(config), "FalconForCausalLM")
 
 
-def test_state_space_layers() -> None:
+def test_state_space_layers_are_refused() -> None:
     config = T.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     refused(T.MambaForCausalLM(config), "MambaForCausalLM")
 
 
-def test_linear_attention_layers() -> None:
+def test_linear_attention_layers_are_refused() -> None:
     config = T.Qwen3NextConfig(
         **{**TINY, "num_hidden_layers": 4}, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
         linear_key_head_dim=8, linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2,
@@ -48,13 +48,13 @@ def test_linear_attention_layers() -> None:
     refused(T.Qwen3NextForCausalLM(config), "Qwen3NextForCausalLM")
 
 
-def test_encoders_bare_models_and_other_modules() -> None:
+def test_encoders_models_without_head_and_other_modules_are_refused() -> None:
     refused(T.T5ForConditionalGeneration(T.T5Config(vocab_size=97, d_model=32, num_layers=1, d_ff=8)), "encoder")
     refused(build("llama").model, "has no language-model head")
     refused(nn.Linear(2, 2), "Linear is not a transformers model")
 
 
-def test_a_layer_that_looks_at_its_neighbours() -> None:
+def test_a_layer_that_mixes_neighbouring_tokens_is_refused() -> None:
     """A token mixer besides attention is found by comparing numbers, whatever its name."""
     model = build("llama", torch.float32)
 
@@ -70,7 +70,7 @@ def test_a_layer_that_looks_at_its_neighbours() -> None:
     refused(model, "layer 1 .* computes something else in chunks than in one piece")
 
 
-def test_a_layer_that_is_given_the_embedding() -> None:
+def test_a_layer_that_takes_the_embedding_is_refused() -> None:
     model = build("llama", torch.float32)
     inner = model.model.rotary_emb
 
@@ -83,7 +83,7 @@ def test_a_layer_that_is_given_the_embedding() -> None:
     refused(model, "gives its layers more of the embedding than their input")
 
 
-def test_a_mask_of_its_own() -> None:
+def test_a_custom_mask_is_refused() -> None:
     """Neither causal nor a window nor chunks: tokens see every other one before them."""
     model = build("llama")
     create = modeling_llama.create_causal_mask
@@ -99,7 +99,7 @@ def test_a_mask_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_rotary_frequencies_that_depend_on_the_length(rope: str) -> None:
+def test_rotary_frequencies_that_depend_on_the_length_are_refused(rope: str) -> None:
     parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 10000.0, "factor": 2.0}
     if rope == "longrope":
         parameters |= {
@@ -114,7 +114,7 @@ def test_rotary_frequencies_that_depend_on_the_length(rope: str) -> None:
         model(input_ids=tokens(1, 33), labels=tokens(1, 33))
 
 
-def test_more_tokens_than_learned_positions() -> None:
+def test_more_tokens_than_learned_positions_are_refused() -> None:
     model = trunkline.stream(build("gpt2", n_positions=16), chunk_size=8)
     with pytest.raises(ValueError, match="has 16 learned positions and was given 17 tokens"):
         model(input_ids=tokens(1, 17), labels=tokens(1, 17))
@@ -131,7 +131,7 @@ def test_a_window_set_after_the_first_forward_and_positions_that_start_late() ->
         trunkline.stream(build("gpt2"), chunk_size=8)(input_ids=tokens(1, 20), labels=tokens(1, 20), position_ids=late)
 
 
-def test_a_loss_function_of_ones_own_and_flags_of_the_config() -> None:
+def test_a_custom_loss_function_and_output_flags_are_refused() -> None:
     model = trunkline.stream(build("llama"), chunk_size=8)
     model.loss_function = lambda logits, labels, **kwargs: logits.mean()
     with pytest.raises(ValueError, match="has a loss function of its own"):
@@ -142,7 +142,7 @@ def test_a_loss_function_of_ones_own_and_flags_of_the_config() -> None:
         model(input_ids=tokens(1, 20), labels=tokens(1, 20))
 
 
-def test_wrappers_that_go_around_forward_or_replace_it() -> None:
+def test_wrappers_that_bypass_or_replace_forward_are_refused() -> None:
     adapted = get_peft_model(
         build("llama", torch.float32),
         AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
@@ -159,7 +159,7 @@ def test_wrappers_that_go_around_forward_or_replace_it() -> None:
         trunkline.stream(model)
 
 
-def test_attention_dropout_in_training() -> None:
+def test_attention_dropout_in_training_is_refused() -> None:
     model = trunkline.stream(build("gpt2", attn_pdrop=0.1), chunk_size=8)
     ids = tokens(1, 20)
     with pytest.raises(ValueError, match=r"attention dropout is 0.1 in GPT2Attention.*attn_pdrop"):
@@ -167,7 +167,7 @@ def test_attention_dropout_in_training() -> None:
     assert torch.isfinite(model.eval()(input_ids=ids, labels=ids).loss)
 
 
-def test_gradient_checkpointing_and_ddp() -> None:
+def test_gradient_checkpointing_and_ddp_are_refused() -> None:
     model = trunkline.stream(build("llama"), chunk_size=8)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="gradient_checkpointing_disable"):
@@ -193,7 +193,7 @@ def test_stream_and_unstream_leave_the_model_as_it_was() -> None:
         trunkline.unstream(model)
 
 
-def test_a_model_on_the_meta_device_is_not_compared() -> None:
+def test_a_model_on_the_meta_device_is_accepted_without_comparison() -> None:
     with torch.device("meta"):
         model = T.LlamaForCausalLM(T.LlamaConfig(**TINY))
     trunkline.stream(model)
@@ -202,11 +202,11 @@ def test_a_model_on_the_meta_device_is_not_compared() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_are_not_refused_for_their_roundings(family: str, dtype: torch.dtype) -> None:
+def test_half_precision_models_are_accepted(family: str, dtype: torch.dtype) -> None:
     for seed in range(3):
         trunkline.stream(build(family, dtype, seed=seed))
 
 
-def test_the_auxiliary_loss_of_experts() -> None:
+def test_the_auxiliary_loss_of_experts_is_refused() -> None:
     config = T.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
     refused(T.MixtralForCausalLM(config), "output_router_logits=True, for the auxiliary loss of experts")

@@ -19,7 +19,7 @@ EXPERTS = ["eager", "batched_mm", "grouped_mm"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
-def test_streamed(row: Row) -> None:
+def test_each_family_equals_plain_autograd(row: Row) -> None:
     model, ids = row.build(), tokens(2, 40)
     expected = plain(model, ids, ids)
     for settings in ({"chunk_size": 7}, {"chunk_size": 16, "keep": ()}):
@@ -29,7 +29,7 @@ def test_streamed(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.family)
-def test_packed(row: Row) -> None:
+def test_packed_documents_of_each_family_equal_each_document_alone(row: Row) -> None:
     model, lengths = row.build(), LENGTHS[: row.rows]
     ids = tokens(row.rows, 40)
     expected = alone(model, ids, lengths)
@@ -54,14 +54,14 @@ def test_every_implementation_of_experts(row: Row, experts: str) -> None:
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.family)
-def test_refused(refusal: Refusal) -> None:
+def test_each_refused_family_is_refused_with_its_reason(refusal: Refusal) -> None:
     model = refusal.build()
     with pytest.raises(ValueError, match=refusal.message):
         trunkline.stream(model)
     assert "forward" not in model.__dict__
 
 
-def test_the_page_says_what_is_tested() -> None:
+def test_docs_support_md_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run python tests/support_matrix.py"
 
 
@@ -83,7 +83,7 @@ def test_sinks_alone_are_trained(trained: list[str], strategy: str, tmp_path: Pa
     check(streamed(model, ids, ids), expected, torch.float32)
 
 
-def test_a_model_that_gets_its_weights_after_stream_is_looked_at_then() -> None:
+def test_a_meta_model_is_verified_once_it_has_weights() -> None:
     """On the meta device there are no values to compare, nor is there what a layer makes of its positions."""
     (row,) = (row for row in ROWS if row.family.startswith("Llama 4"))
     exact, ids = row.build(), tokens(1, 40)
@@ -98,7 +98,7 @@ def test_a_model_that_gets_its_weights_after_stream_is_looked_at_then() -> None:
 
 
 @pytest.mark.parametrize("window", [2**21 + 2, 3 * 2**20, 2**29])
-def test_windows_longer_than_anything_here(window: int) -> None:
+def test_very_long_windows_are_read_from_the_mask(window: int) -> None:
     (row,) = (row for row in ROWS if row.family == "Mistral")
     model = replace(row, settings={"sliding_window": window}).build()
     assert attention_spans(trunkline.stream(model).forward.decoder)[0].window == window
