@@ -1,4 +1,4 @@
-"""`stream` and `unstream`: a Hugging Face model whose forward and backward run in chunks, in place."""
+"""`stream` and `unstream`: run a Hugging Face model's forward and backward in chunks, in place."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def stream(
         )
     if isinstance(base.__dict__.get("forward"), StreamedForward):
         unstream(model)
-    own = base.__dict__.get("forward")  # put there by Liger, perhaps
-    replaced = hasattr(base, "_original_forward") or hasattr(base, "_old_forward")  # accelerate's notes
+    own = base.__dict__.get("forward")  # perhaps set by Liger
+    replaced = hasattr(base, "_original_forward") or hasattr(base, "_old_forward")  # set by accelerate
     if own is not None and (replaced or not isinstance(own, MethodType) or own.__self__ is not base):
         raise ValueError(
             f"the forward of this {type(base).__name__} has been replaced, by accelerate's mixed precision or device "
@@ -79,7 +79,7 @@ def stream(
             f"the parameters of this {type(base).__name__} are on {', '.join(devices)}: put the model on one device "
             "before stream(), without device_map."
         )
-    ranks, sharding = _over(base, mesh)
+    ranks, sharding = _ranks_and_sharding(base, mesh)
     decoder = HuggingFaceDecoder(base, sharding)
     try:
         if sharding is not None:
@@ -102,8 +102,8 @@ def stream(
     return model
 
 
-def _over(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple[Ranks, ParameterStore | None]:
-    """The ranks that share the work, and how they share the parameters."""
+def _ranks_and_sharding(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple[Ranks, ParameterStore | None]:
+    """Return the ranks that share the work, and the sharding of the parameters over them."""
     if mesh is None:
         if any(isinstance(m, FSDPModule) for m in base.modules()):
             raise ValueError("this model is sharded over ranks: give stream() the mesh, too.")
@@ -118,7 +118,7 @@ def _over(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple[Ranks, Parame
 def unstream(model: M) -> M:
     """Undo `stream`: the model runs its own forward again.
 
-    Wrappers that accelerate has put around the streamed forward since (mixed precision) go with it.
+    Wrappers that accelerate has put around the streamed forward since (mixed precision) are removed, too.
 
     Raises:
         ValueError: the model is not streamed.
@@ -140,7 +140,7 @@ def unstream(model: M) -> M:
 
 
 def tiers_of(model: nn.Module) -> Tiers:
-    """The tiers of a streamed model on the device where it is now.
+    """Return the tiers of a streamed model on the device where it is now.
 
     Raises:
         ValueError: the model is not streamed.
@@ -149,7 +149,7 @@ def tiers_of(model: nn.Module) -> Tiers:
 
 
 def stats(model: nn.Module) -> Stats:
-    """What the stores of a streamed model held in each tier, and moved over each lane, since this was last asked.
+    """Return the peak bytes of each tier and the traffic of each lane since the last call.
 
     Raises:
         ValueError: the model is not streamed.
@@ -160,11 +160,11 @@ def stats(model: nn.Module) -> Stats:
 
 
 def streamed_forward(model: nn.Module, wanted: str) -> StreamedForward:
-    """A model's streamed forward.
+    """Return the `StreamedForward` of a model.
 
     Args:
-        model: streamed, or a wrapper around one.
-        wanted: what for, for the message.
+        model: streamed model, or a wrapper around one.
+        wanted: name of the caller, for the message.
 
     Raises:
         ValueError: the model is not streamed.
@@ -177,7 +177,7 @@ def streamed_forward(model: nn.Module, wanted: str) -> StreamedForward:
 
 
 def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
-    """A model's streamed forward, also below wrappers that accelerate has put around it since."""
+    """Return a model's `StreamedForward`, also below wrappers that accelerate has put around it; None without one."""
     forward: Any = base.__dict__.get("forward")
     while forward is not None and not isinstance(forward, StreamedForward):
         forward = getattr(forward, "__wrapped__", None) or getattr(forward, "__func__", None)
@@ -185,7 +185,7 @@ def _streamed_forward(base: PreTrainedModel) -> StreamedForward | None:
 
 
 def _check_reached(model: nn.Module, streamed: StreamedForward) -> None:
-    """Run a wrapper around the model once, on two tokens, to see that it does call the streamed forward."""
+    """Run a wrapper around the model once, on two tokens, and refuse it if it does not call the streamed forward."""
     device = streamed.decoder.device
     with torch.no_grad(), probe.random_state_restored(device), probe.in_eval_mode(model):
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
