@@ -37,7 +37,7 @@ def tiers_of(model: torch.nn.Module) -> Tiers:
 
 
 def with_adversary(model: torch.nn.Module, seed: int, device: int, host: int, prefetch: int) -> Tiers:
-    """Replace the tiers of a streamed model by those of the adversary; the disk has no limit."""
+    """Give a streamed model the tiers of the adversary, with a large disk."""
     budgets = {"device": device, "host": host, "disk": 2**24}
     return put_tiers(model, Tiers(budgets, AdversaryBackend(seed), prefetch))
 
@@ -67,14 +67,14 @@ ANYTHING: dict[str, Any] = {
 
 @settings(max_examples=120, deadline=None)
 @given(**ANYTHING)
-def test_any_budget_under_the_adversary(**choice: Any) -> None:
-    """From nothing but what is under way to everything on the device: same gradients, never past a budget."""
+def test_gradients_are_exact_within_any_budget_and_any_order_of_transfers(**choice: Any) -> None:
+    """Gradients are the same, and no budget is exceeded, from the smallest budget to one that keeps everything."""
     check_any_budget(**choice)
 
 
 def check_any_budget(
     family: str, batch: int, seq_len: int, chunk_size: int, keep: Iterable[str], checkpoint_every: int, prefetch: int,
-    share: float, host: int, kernel: str, strategy: Any, seed: int, window: int | None, cuts: list[set[int]],
+    share: float, host: int, attn_kernel: str, attn_strategy: Any, seed: int, window: int | None, cuts: list[set[int]],
 ) -> None:  # fmt: skip
     model = _models[family]
     if family == "mistral":
@@ -85,8 +85,9 @@ def check_any_budget(
     if all(n == 1 for row in lengths for n in row):
         return
     expected = alone(model, ids, lengths)
-    trunkline.stream(model, chunk_size=chunk_size, keep=keep, attn_kernel=kernel, checkpoint_every=checkpoint_every,
-                     prefetch=prefetch, attn_strategy=strategy, device_budget=2**40)  # fmt: skip
+    settings = {"attn_kernel": attn_kernel, "checkpoint_every": checkpoint_every, "prefetch": prefetch}
+    settings |= {"attn_strategy": attn_strategy, "device_budget": 2**40}
+    trunkline.stream(model, chunk_size=chunk_size, keep=keep, **settings)
     try:
         least, everything = sizes(model, ids, prefetch, position_ids=positions(lengths))
         device = int(least + share * max(everything - least, 0))
@@ -97,7 +98,7 @@ def check_any_budget(
         trunkline.unstream(model)
     if seq_len > 1:
         # In two halves Cohere's one norm for both branches, in fp32 as transformers computes it, is gone through twice.
-        twice = family == "cohere" and strategy != "streamed"
+        twice = family == "cohere" and attn_strategy != "streamed"
         check(got, expected, FP64, family, tolerance=1e-6 if twice else None)
     for account in tiers.budgets.values():
         assert account.budget is not None
@@ -107,7 +108,7 @@ def check_any_budget(
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Whatever a run holds it has let go of by itself, before it is closed."""
+    """Check that a step has released everything by itself before its stores are closed."""
     left, close = [], Stores.close
 
     def look(stores: Stores) -> None:
@@ -123,7 +124,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any) -> tuple[int, int]:
-    """The smallest device budget that is enough for a batch, and the smallest with which everything stays."""
+    """Return the smallest device budget that fits a batch, and the smallest that keeps everything on the device."""
 
     class Asking(Tiers):
         def place(self, requests: Sequence[StoreRequest], advice: FitHints | None = None) -> Placement:
@@ -141,8 +142,8 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2, 3])
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_a_trip_over_the_disk_changes_nothing(keep: tuple[str, ...], checkpoint_every: int, tmp_path: Path) -> None:
-    """Same loss and gradients but for the order of sums, where chunks are met one by one; dropout included."""
+def test_offloading_to_disk_changes_nothing(keep: tuple[str, ...], checkpoint_every: int, tmp_path: Path) -> None:
+    """Loss and gradients differ by the order of sums only, dropout included."""
     ids = tokens(2, 37)
     gradients = []
     for disk in (None, tmp_path):
@@ -170,7 +171,7 @@ def test_a_trip_over_the_disk_changes_nothing(keep: tuple[str, ...], checkpoint_
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-def test_inputs_every_is_bitwise(keep: tuple[str, ...]) -> None:
+def test_checkpoint_every_is_bitwise(keep: tuple[str, ...]) -> None:
     """Inputs that are computed again are the same inputs, dropout and all."""
     ids = tokens(2, 37)
     gradients = []
@@ -184,7 +185,7 @@ def test_inputs_every_is_bitwise(keep: tuple[str, ...]) -> None:
         assert all(torch.equal(got[name], expected) for name, expected in gradients[0].items())
 
 
-def test_threads_take_turns_within_a_budget(tmp_path: Path) -> None:
+def test_threads_share_a_budget_one_after_another(tmp_path: Path) -> None:
     model = build("llama")
     trunkline.stream(model, chunk_size=4, device_budget="48KiB", offload_dir=tmp_path)
     ids = [tokens(1, 37, seed=seed) for seed in range(4)]
@@ -198,7 +199,7 @@ def test_threads_take_turns_within_a_budget(tmp_path: Path) -> None:
         assert list(pool.map(loss, ids * 3)) == expected * 3
 
 
-def test_several_forwards_are_outstanding(tmp_path: Path) -> None:
+def test_several_forwards_may_wait_for_their_backward(tmp_path: Path) -> None:
     model = build("llama")
     batches = [tokens(1, 37, seed=1), tokens(1, 21, seed=2)]
     expected = [plain(model, ids, ids) for ids in batches]
@@ -331,7 +332,7 @@ def test_strategies_with_frozen_parameters(strategy: Any, keep: Any, freeze: str
     assert [account.held for account in tiers_of(model).budgets.values()] == [0, 0, 0]
 
 
-def test_which_strategy_is_taken(tmp_path: Path) -> None:
+def test_auto_takes_the_first_strategy_that_fits(tmp_path: Path) -> None:
     """The first that fits: all heads at once, some heads at a time, chunk by chunk."""
     model = build("gpt2", n_head=4, n_embd=32)
     ids = tokens(1, 64)
@@ -355,7 +356,7 @@ def test_a_strategy_that_does_not_fit_is_refused(strategy: Any, what: str, tmp_p
     model(input_ids=ids, labels=ids)
 
 
-def test_token_local_replay_calls_no_kernel() -> None:
+def test_recomputed_inputs_with_kept_attention_call_no_kernel() -> None:
     """With attention kept, inputs that are computed again cost no attention; without, one forward of it."""
     ids = tokens(1, 32)
     calls = {}
@@ -371,7 +372,7 @@ def test_token_local_replay_calls_no_kernel() -> None:
     assert calls == {((), 1): 28, ((), 4): 28, (("attention",), 1): 0, (("attention",), 4): 0}
 
 
-def test_within_the_same_memory_disk_and_inputs_every_reach_further(tmp_path: Path) -> None:
+def test_disk_and_checkpoint_every_fit_longer_sequences_in_the_same_memory(tmp_path: Path) -> None:
     """The device's peak does not depend on the length: twice as many tokens, the same peak."""
     model = build("llama", torch.float32)
     peaks = []
