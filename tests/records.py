@@ -1,7 +1,7 @@
 """A step of which every figure is known, and a line of a run's metrics."""
 
 from trunkline.report.timeline import Phase, Timeline
-from trunkline.train.metrics import StepMetrics
+from trunkline.train.step_metrics import StepMetrics
 
 GIB = 1024**3
 

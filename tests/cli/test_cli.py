@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from trunkline.cli import app as cli
 from trunkline.cli.options import split_recipe_arguments
-from trunkline.train.loop import TrainingDivergedError
+from trunkline.train.trainer import TrainingDivergedError
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -179,7 +179,7 @@ def test_divergence_ends_with_1(recipe, capsys, monkeypatch, tmp_path):
     def diverge(self, index):
         raise TrainingDivergedError("the loss of step 1 is nan.")
 
-    monkeypatch.setattr("trunkline.train.loop.Trainer.step", diverge)
+    monkeypatch.setattr("trunkline.train.trainer.Trainer.step", diverge)
     code, _, err = run_in_process(capsys, "train", recipe)
     assert (code, err) == (1, "error: the loss of step 1 is nan.\n")
     assert not (tmp_path / "run").exists()
@@ -187,7 +187,7 @@ def test_divergence_ends_with_1(recipe, capsys, monkeypatch, tmp_path):
 
 def test_bugs_keep_their_traceback(recipe, monkeypatch):
     # A ValueError from a library below is not a message for the user.
-    monkeypatch.setattr("trunkline.train.loop.Trainer.step", lambda self, index: json.loads("{"))
+    monkeypatch.setattr("trunkline.train.trainer.Trainer.step", lambda self, index: json.loads("{"))
     with pytest.raises(ValueError, match="Expecting"):
         cli.run(["train", str(recipe)])
 
@@ -248,7 +248,7 @@ def test_what_a_machine_runs_out_of(recipe, capsys, monkeypatch, error, said):
     def fail(self, index):
         raise error
 
-    monkeypatch.setattr("trunkline.train.loop.Trainer.step", fail)
+    monkeypatch.setattr("trunkline.train.trainer.Trainer.step", fail)
     assert cli.run(["train", str(recipe)]) == 1
     printed = capsys.readouterr().err
     assert said in printed

@@ -11,7 +11,7 @@ import torch
 from trunkline.report.timeline import Timeline
 from trunkline.train.display import PlainDisplay
 from trunkline.train.recipe import Recipe
-from trunkline.train.run import train
+from trunkline.train.run_training import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

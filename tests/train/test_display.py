@@ -8,11 +8,10 @@ import torch
 from rich.console import Console
 
 from trunkline import Progress
-from trunkline.train.clock import PARTS, PartClock
 from trunkline.train.display import (
     LiveDisplay,
     PlainDisplay,
-    RunInfo,
+    RunHeader,
     clock_text,
     flops_text,
     make_display,
@@ -21,10 +20,11 @@ from trunkline.train.display import (
     stores_text,
     typical,
 )
-from trunkline.train.estimate import StepEstimate
-from trunkline.train.metrics import StepMetrics
+from trunkline.train.estimate import StepProgress
+from trunkline.train.part_timer import PARTS, PartTimer
+from trunkline.train.step_metrics import StepMetrics
 
-INFO = RunInfo(headline=["head [1]"], steps=5, log_every=2, num_micro_batches=1, attention_share=0.5)
+INFO = RunHeader(headline=["head [1]"], steps=5, log_every=2, num_micro_batches=1, attention_share=0.5)
 
 
 LANES = {"fetch": {"bytes": 3e9, "gb_per_second": 1.5, "exposed_seconds": 0.1},
@@ -48,7 +48,7 @@ def walk(num_layers: int = 3, num_chunks: int = 4, num_tiles: int = 2):
 
 
 def test_clock_is_always_in_one_part():
-    clock = PartClock(torch.device("cpu"))
+    clock = PartTimer(torch.device("cpu"))
     begin = time.perf_counter()
     for part in ["data", "forward", "forward", "backward", "forward"]:
         clock.enter(part)
@@ -67,7 +67,7 @@ def test_clock_is_always_in_one_part():
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_estimate_rises_from_nothing_to_all(num_micro_batches):
-    estimate = StepEstimate(num_micro_batches, attention_share=0.7)
+    estimate = StepProgress(num_micro_batches, attention_share=0.7)
     estimate.start_step(None)
     seen = []
     for index in range(num_micro_batches):
@@ -83,7 +83,7 @@ def test_estimate_rises_from_nothing_to_all(num_micro_batches):
 
 
 def test_estimate_follows_measured_shares_and_causal_cost():
-    estimate = StepEstimate(1, attention_share=1.0)
+    estimate = StepProgress(1, attention_share=1.0)
     estimate.start_step({**dict.fromkeys(PARTS, 0.0), "forward": 20.0, "backward": 80.0})
     estimate.update(Progress("forward", 0, 1, 2, 4))
     # Half of the tokens are a quarter of the pairs.
@@ -132,7 +132,7 @@ def test_panel_says_where_it_is(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     display = make_display(console)
     assert isinstance(display, LiveDisplay)
-    display.begin(RunInfo(["head"], steps=5, log_every=1, num_micro_batches=2, attention_share=0.5))
+    display.begin(RunHeader(["head"], steps=5, log_every=1, num_micro_batches=2, attention_share=0.5))
     display.micro_batch(1)
     display.progress(Progress("backward", 2, 3, 1, 4))
     text = panel_text(display, width)

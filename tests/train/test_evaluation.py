@@ -17,16 +17,16 @@ from trunkline.cli.train import summary
 from trunkline.data import cut_documents, find_files, load_encoder, read_documents
 from trunkline.evaluate import EvaluateProgress
 from trunkline.train import evaluating
-from trunkline.train.clock import PartClock
-from trunkline.train.display import LiveDisplay, PlainDisplay, RunInfo
+from trunkline.train.build_model import build_config, build_model
+from trunkline.train.display import LiveDisplay, PlainDisplay, RunHeader
 from trunkline.train.evaluating import EvaluationRecord, Evaluator, evaluation_text
-from trunkline.train.job import Job
-from trunkline.train.loop import Monitor, Trainer
-from trunkline.train.models import build_config, build_model
 from trunkline.train.optimizer import Optimizer
+from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import EvaluateSection, Recipe
-from trunkline.train.run import RunResult, train
+from trunkline.train.run_training import TrainResult, train
 from trunkline.train.settings import RecipeError, load_recipe
+from trunkline.train.trainer import ProgressHook, Trainer
+from trunkline.train.world import World
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def section(texts: Path, **more: Any) -> dict[str, Any]:
     return {"every": 2, "files": [str(texts / "held")], "depths": 5, "samples": 1, **more}
 
 
-def run(recipe: Recipe) -> tuple[RunResult, str]:
+def run(recipe: Recipe) -> tuple[TrainResult, str]:
     text = io.StringIO()
     return train(recipe, PlainDisplay(Console(file=text, width=200))), text.getvalue()
 
@@ -83,7 +83,7 @@ def test_losses_are_those_of_a_run_without_it_bit_for_bit(texts: Path, generated
     assert all(a[name].equal(b[name]) for name in a)
 
 
-def weights(result: RunResult) -> dict[str, torch.Tensor]:
+def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     return load_file(result.output / "model" / "model.safetensors")
 
 
@@ -120,10 +120,10 @@ def trainer_for(recipe: Recipe) -> Trainer:
     encoder = load_encoder("bytes")
     samples = cut_documents(read_documents(find_files(recipe.data.files)), encoder, context=recipe.context)
     model = build_model(recipe, build_config(recipe, encoder), CPU)
-    clock = PartClock(CPU)
+    clock = PartTimer(CPU)
     display = PlainDisplay(Console(file=io.StringIO()))
-    trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
-    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, Job())
+    trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display))
+    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, World())
 
 
 def evaluator_for(recipe: Recipe, notes: list[str] | None = None) -> Evaluator:
@@ -161,8 +161,8 @@ def test_the_next_step_does_not_count_it(texts: Path, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(evaluating, "stats", stats)
-    now = PartClock.now
-    monkeypatch.setattr(PartClock, "now", lambda self: now(self) + shift[0])
+    now = PartTimer.now
+    monkeypatch.setattr(PartTimer, "now", lambda self: now(self) + shift[0])
     shift = [0.0]
     record, _ = evaluator.run(trainer.model, 2, trainer.clock, lambda _: shift.__setitem__(0, shift[0] + 1000.0))
     assert moved[0] > 0
@@ -175,9 +175,9 @@ def test_the_next_step_does_not_count_it(texts: Path, monkeypatch: pytest.Monkey
 def test_it_is_due_every_so_often_and_at_the_end(texts: Path) -> None:
     evaluator = evaluator_for(make(texts, steps=7, evaluate=section(texts, every=3)))
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
-    info = RunInfo([], 7, 1, 1, 0.5, evaluate_every=3)
+    info = RunHeader([], 7, 1, 1, 0.5, evaluate_every=3)
     assert [info.evaluations_after(step) for step in range(8)] == [3, 3, 3, 2, 2, 2, 1, 0]
-    assert RunInfo([], 7, 1, 1, 0.5).evaluations_after(0) == 0
+    assert RunHeader([], 7, 1, 1, 0.5).evaluations_after(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def rendered(display: LiveDisplay) -> str:
 def test_the_panel_shows_it() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=110, color_system=None)
     display = LiveDisplay(console)
-    display.begin(RunInfo([], 5, 1, 1, 0.5, evaluate_every=2))
+    display.begin(RunHeader([], 5, 1, 1, 0.5, evaluate_every=2))
     try:
         display.evaluating(EvaluateProgress(3, 10, "needle", 16384))
         display.progress(trunkline.Progress("forward", 1, 4, 2, 8))

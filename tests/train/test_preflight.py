@@ -16,13 +16,13 @@ from rich.console import Console
 from trunkline.data import load_encoder
 from trunkline.plan.estimate import Estimate
 from trunkline.train import preflight as module
+from trunkline.train.build_model import build_config, tokenizer_spec
 from trunkline.train.display import PlainDisplay
-from trunkline.train.job import Job
-from trunkline.train.models import build_config, tokenizer_spec
-from trunkline.train.preflight import Preflight, preflight
+from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
-from trunkline.train.run import train
+from trunkline.train.run_training import train
 from trunkline.train.settings import RecipeError, dump_recipe
+from trunkline.train.world import World
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -37,8 +37,8 @@ def recipe_of(folder: Path, **changed: Any) -> Recipe:
     return Recipe.model_validate(given | changed)
 
 
-def flown(recipe: Recipe) -> Preflight:
-    return preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), Job(), CPU)
+def flown(recipe: Recipe) -> PreflightResult:
+    return preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), World(), CPU)
 
 
 def with_room(monkeypatch: pytest.MonkeyPatch, **free: int) -> None:
@@ -120,7 +120,7 @@ def test_every_size_that_is_rehearsed_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(module, "_step", lambda *args: Estimate({}, {}, {"device": {"all": 2**41}, "host": {}}))
     with_room(monkeypatch)
     with pytest.raises(RecipeError, match="does not fit"):
-        preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), Job(), CPU, seen.append)
+        preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), World(), CPU, seen.append)
     assert seen == [f"rehearsing a step in chunks of {size}" for size in ("4,096", "2,048")]  # 512 chunks at most
 
 

@@ -25,7 +25,7 @@ from trunkline.cli.options import app
 _USAGE_ERROR: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 _PACKAGE = Path(__file__).resolve().parent.parent
 _FAILED_RUNS = (
-    ("trunkline.train.loop", "TrainingDivergedError"),
+    ("trunkline.train.trainer", "TrainingDivergedError"),
     ("trunkline.offload.storage", "TierError"),
     ("trunkline.distributed.failure", "RankError"),
 )

@@ -124,7 +124,7 @@ def plan(
 
 def _describe(recipe: Recipe, model: Any) -> str:
     """Return the model's name, and its size with the recipe's tokenizer."""
-    from trunkline.train.run import count_text
+    from trunkline.train.run_training import count_text
 
     count = sum(parameter.numel() for parameter in model.parameters())
     words = model.config.get_text_config().vocab_size

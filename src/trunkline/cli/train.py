@@ -16,7 +16,7 @@ from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, sho
 
 if TYPE_CHECKING:
     from trunkline.train.recipe import Recipe
-    from trunkline.train.run import RunResult
+    from trunkline.train.run_training import TrainResult
 
 
 @command(
@@ -28,10 +28,10 @@ def train(arguments: RecipeArguments) -> None:
     from transformers.utils import logging as transformers_logging
 
     from trunkline.distributed import failure
-    from trunkline.train import run
+    from trunkline.train import run_training
     from trunkline.train.display import PlainDisplay, make_display
-    from trunkline.train.job import RankLog, join
     from trunkline.train.settings import load_recipe
+    from trunkline.train.world import RankLog, join
 
     path, overrides = split_recipe_arguments(arguments)
     transformers_logging.disable_progress_bar()  # it would be drawn across the display
@@ -39,16 +39,16 @@ def train(arguments: RecipeArguments) -> None:
     console = Console(file=log) if log else Console()
     display = PlainDisplay(console) if log else make_display(console)
     recipe = load_recipe(path, overrides, notice=display.note)
-    job = join(recipe)
-    if job.mesh is not None:
+    world = join(recipe)
+    if world.mesh is not None:
         failure.heed_termination()
-    result = run.train(recipe, display, job, log)
-    job.leave()
-    for line in summary(recipe, result, job.world_size) if job.is_main else []:
+    result = run_training.train(recipe, display, world, log)
+    world.shut_down()
+    for line in summary(recipe, result, world.world_size) if world.is_main else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
+def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str]:
     """Return the lines printed after a run: the loss, the files written, three commands to try next.
 
     Args:
@@ -60,7 +60,7 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
         Lines of text. Their commands work unchanged from the current folder.
     """
     from trunkline.train.display import clock_text
-    from trunkline.train.output import EVALUATION, EVALUATIONS, PLAN
+    from trunkline.train.output_folder import EVALUATION, EVALUATIONS, PLAN
 
     steps = result.steps
     folder = short_path(result.output)
@@ -97,7 +97,7 @@ def summary(recipe: Recipe, result: RunResult, processes: int = 1) -> list[str]:
     return lines
 
 
-def next_commands(recipe: Recipe, result: RunResult, processes: int = 1) -> list[tuple[str, str]]:
+def next_commands(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[tuple[str, str]]:
     """Return three things to try, each with a command line that works from the current folder."""
     folder = short_path(result.output)
     start = (

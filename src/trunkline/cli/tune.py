@@ -63,7 +63,7 @@ def _tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -
     from trunkline.plan.hardware import Hardware, to_toml
     from trunkline.plan.hardware.hardware_profile import THIS_MACHINE, this_machine_path
     from trunkline.plan.machine_survey import MachineSurvey
-    from trunkline.train.models import resolve_device
+    from trunkline.train.build_model import resolve_device
 
     path, name = (this_machine_path(), THIS_MACHINE) if output is None else (output, output.stem)
     dims = _head_dims(head_dims)

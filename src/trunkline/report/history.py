@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did; `trunkline.train.metrics.StepMetrics` says what each field is.
+    """What one step did; `trunkline.train.step_metrics.StepMetrics` says what each field is.
 
     Attributes:
         step: counted from 1.

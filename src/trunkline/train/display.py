@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from trunkline.evaluate import EvaluateProgress
 from trunkline.evaluate.table import length_text
-from trunkline.train.estimate import StepEstimate, SweepPosition
+from trunkline.train.estimate import StepProgress, SweepPosition
 from trunkline.train.evaluating import EvaluationRecord, evaluation_text
-from trunkline.train.metrics import StepMetrics
+from trunkline.train.step_metrics import StepMetrics
 from trunkline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RunInfo:
+class RunHeader:
     """What is known before the first step.
 
     Attributes:
@@ -57,7 +57,7 @@ class Display(Protocol):
     def note(self, text: str) -> None:
         """Say something about the preparations."""
 
-    def begin(self, info: RunInfo) -> None:
+    def begin(self, info: RunHeader) -> None:
         """Start; the first step follows."""
 
     def micro_batch(self, index: int) -> None:
@@ -93,7 +93,7 @@ class PlainDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._info: RunInfo | None = None
+        self._info: RunHeader | None = None
         self._seconds: list[float] = []
         self._evaluation_seconds = 0.0
 
@@ -101,7 +101,7 @@ class PlainDisplay:
         """Print the line."""
         self._line(text)
 
-    def begin(self, info: RunInfo) -> None:
+    def begin(self, info: RunHeader) -> None:
         """Print the headline."""
         self._info = info
         for line in info.headline:
@@ -149,8 +149,8 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._info: RunInfo | None = None
-        self._estimate: StepEstimate | None = None
+        self._info: RunHeader | None = None
+        self._estimate: StepProgress | None = None
         self._position: SweepPosition | None = None
         self._history: list[StepMetrics] = []
         self._step_began = 0.0
@@ -161,12 +161,12 @@ class LiveDisplay:
         """Print the line."""
         self._console.print(text, markup=False, highlight=False, style="dim")
 
-    def begin(self, info: RunInfo) -> None:
+    def begin(self, info: RunHeader) -> None:
         """Print the headline and start drawing."""
         from rich.live import Live
 
         self._info = info
-        self._estimate = StepEstimate(info.num_micro_batches, info.attention_share)
+        self._estimate = StepProgress(info.num_micro_batches, info.attention_share)
         self._estimate.start_step(None)
         for index, line in enumerate(info.headline):
             self._console.print(line, markup=False, highlight=False, style="bold" if index == 0 else "")
@@ -291,7 +291,7 @@ class LiveDisplay:
         return f"{part}{layer}  {unit} {position.chunk + 1}/{position.num_chunks}{batch}"
 
 
-def is_due(step: int, info: RunInfo) -> bool:
+def is_due(step: int, info: RunHeader) -> bool:
     """Return whether a step gets a permanent line: the first, the last, and every `log_every`-th."""
     return step == 1 or step == info.steps or step % info.log_every == 0
 

@@ -38,7 +38,7 @@ class SweepPosition(Protocol):
         """Chunks of the sequence, or tiles of the head."""
 
 
-class StepEstimate:
+class StepProgress:
     """Share of a step that is done, between 0 and 1, never falling within a step.
 
     Args:

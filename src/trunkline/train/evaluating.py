@@ -31,7 +31,7 @@ from trunkline.evaluate import (
 from trunkline.evaluate.table import length_text
 from trunkline.evaluate.tasks import Texts
 from trunkline.hf import probe
-from trunkline.train.clock import PartClock
+from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 
@@ -151,7 +151,7 @@ class Evaluator:
         return every is not None and (step % every == 0 or step == self._recipe.steps)
 
     def run(
-        self, model: nn.Module, step: int, clock: PartClock, progress: Callable[[EvaluateProgress], None] | None = None
+        self, model: nn.Module, step: int, clock: PartTimer, progress: Callable[[EvaluateProgress], None] | None = None
     ) -> tuple[EvaluationRecord, Evaluation]:
         """Evaluate; all ranks call this.
 

@@ -14,7 +14,7 @@ from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.planner import Plan
 from trunkline.plan.search_space import TrainingJob
 from trunkline.plan.simulated_sharding import ShardingSpec
-from trunkline.train.models import build_config, tokenizer_spec
+from trunkline.train.build_model import build_config, tokenizer_spec
 from trunkline.train.recipe import RanksSection, Recipe
 
 

@@ -20,10 +20,10 @@ from trunkline.plan.hardware import Hardware, NoFigures, profile_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, loading_bytes
 from trunkline.plan.search_space import MOST_CHUNKS
-from trunkline.train.job import Job
 from trunkline.train.planning import sharding_spec_of
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
+from trunkline.train.world import World
 from trunkline.units import format_bytes, parse_bytes
 from trunkline.utils.host_limits import free_bytes
 
@@ -35,7 +35,7 @@ Told = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Preflight:
+class PreflightResult:
     """What is known before a run.
 
     Attributes:
@@ -71,44 +71,46 @@ class Preflight:
         return json.dumps(found, indent=1) + "\n"
 
 
-def preflight(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told = lambda _: None) -> Preflight:
+def preflight(
+    recipe: Recipe, config: Any, world: World, device: torch.device, tell: Told = lambda _: None
+) -> PreflightResult:
     """Rehearse a step, on rank 0, and stop a run that cannot fit.
 
     Args:
         recipe: of the run.
         config: of its model.
-        job: the processes of the run, all of which call this.
+        world: processes of the run, all of which call this.
         device: of this process.
         tell: told what is rehearsed, where more than one size of chunks is.
 
     Raises:
         RecipeError: it does not fit; the text says where, by how much, and what would mend it.
     """
-    if job.parallel_dims.tp > 1:
+    if world.parallel_dims.tp > 1:
         note = "note: tensor parallelism is rehearsed by `trunkline plan` only: memory is not checked beforehand."
         chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-        return Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=note)
+        return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=note)
     found = None
-    if job.is_main:
+    if world.is_main:
         try:
-            found = _rehearsed(recipe, config, job, device, tell)
+            found = _rehearsed(recipe, config, world, device, tell)
         except UnsupportedModelError as error:  # what cannot be streamed either is refused by stream(), with the reason
             chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-            found = Preflight(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
-    if job.mesh is None:
+            found = PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
+    if world.mesh is None:
         assert found is not None
         return found
     chunk = int(failure.shared("chunk_size", None if found is None else str(found.recipe.chunk_size)))
-    return found or Preflight(recipe.model_copy(update={"chunk_size": chunk}))
+    return found or PreflightResult(recipe.model_copy(update={"chunk_size": chunk}))
 
 
-def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell: Told) -> Preflight:
+def _rehearsed(recipe: Recipe, config: Any, world: World, device: torch.device, tell: Told) -> PreflightResult:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
     meta_model = MetaModel.from_model(model.train())
     hardware = profile_of(device)
-    free = free_bytes(device, job.processes_here, recipe.offload_dir)
-    _check_loading(recipe, meta_model, job, free)
+    free = free_bytes(device, world.local_size, recipe.offload_dir)
+    _check_loading(recipe, meta_model, world, free)
     fitting: dict[int, Estimate] = {}
     last: RecipeError | None = None
     sizes = _sizes(recipe, device, timed=hardware is not None)
@@ -117,8 +119,8 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
             tell(f"rehearsing a step in chunks of {chunk:,}")
         try:
             if len(sizes) > 1 and hardware is not None:  # bytes are found out sooner than seconds
-                _check(recipe, _step(recipe, meta_model, job, device, None, chunk), free, chunk)
-            fitting[chunk] = _step(recipe, meta_model, job, device, hardware, chunk)
+                _check(recipe, _step(recipe, meta_model, world, device, None, chunk), free, chunk)
+            fitting[chunk] = _step(recipe, meta_model, world, device, hardware, chunk)
             _check(recipe, fitting[chunk], free, chunk)
         except UnsupportedModelError:
             raise
@@ -135,7 +137,7 @@ def _rehearsed(recipe: Recipe, config: Any, job: Job, device: torch.device, tell
     if recipe.chunk_size == "auto":
         note = f"chunk_size auto: {chunk:,}, " + ("the faster that fits" if len(fitting) > 1 else "which fits")
     before = {"Python and its libraries": psutil.Process().memory_info().rss} if device.type == "cpu" else {}
-    return Preflight(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
+    return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
 
 
 def _seconds(rehearsal: Estimate) -> float:
@@ -154,25 +156,25 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
 
 
 def _step(
-    recipe: Recipe, meta_model: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+    recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     try:
-        return _rehearsed_step(recipe, meta_model, job, device, hardware, chunk)
+        return _rehearsed_step(recipe, meta_model, world, device, hardware, chunk)
     except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
-        return _rehearsed_step(recipe, meta_model, job, device, None, chunk)
+        return _rehearsed_step(recipe, meta_model, world, device, None, chunk)
 
 
 def _rehearsed_step(
-    recipe: Recipe, meta_model: MetaModel, job: Job, device: torch.device, hardware: Hardware | None, chunk: int
+    recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
     return estimate(
         meta_model,
         recipe.context,
-        batch_size=recipe.batch_size // job.parallel_dims.dp,
+        batch_size=recipe.batch_size // world.parallel_dims.dp,
         device=device,
         hardware=hardware,
-        parallel_dims=job.parallel_dims,
+        parallel_dims=world.parallel_dims,
         sharding_spec=sharding_spec_of(recipe),
         optimizer=AdamWSpec(recipe.optimizer.fp32_master),
         micro_batches=recipe.gradient_accumulation,
@@ -180,13 +182,13 @@ def _rehearsed_step(
     )
 
 
-def _check_loading(recipe: Recipe, meta_model: MetaModel, job: Job, free: dict[str, int]) -> None:
+def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: dict[str, int]) -> None:
     """Compare what a process takes to build the model with what is free.
 
     Raises:
         RecipeError: it takes more.
     """
-    parallel_dims = job.parallel_dims
+    parallel_dims = world.parallel_dims
     wanted = loading_bytes(
         meta_model.model,
         sharding_spec_of(recipe),

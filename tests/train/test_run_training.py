@@ -12,15 +12,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import trunkline
 from trunkline.data import Document, cut_documents, load_encoder
 from trunkline.hf.flops import model_flops
-from trunkline.train import loop, run
-from trunkline.train.clock import PARTS, PartClock
-from trunkline.train.job import Job
-from trunkline.train.loop import Monitor, Trainer, TrainingDivergedError
-from trunkline.train.models import build_config, build_model
+from trunkline.train import run_training, trainer
+from trunkline.train.build_model import build_config, build_model
 from trunkline.train.optimizer import Optimizer
+from trunkline.train.part_timer import PARTS, PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.run import train
+from trunkline.train.run_training import train
 from trunkline.train.settings import load_recipe
+from trunkline.train.trainer import ProgressHook, Trainer, TrainingDivergedError
+from trunkline.train.world import World
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
 CPU = torch.device("cpu")
@@ -169,11 +169,13 @@ def trainer_for(recipe: Recipe, *, streamed: bool = True) -> Trainer:
     documents = [Document("d", "".join(f"{i * i} of {i}\n" for i in range(120)))]
     samples = cut_documents(documents, encoder, context=recipe.context)
     model = build_model(recipe, build_config(recipe, encoder), CPU)
-    clock, display = PartClock(CPU), Recorder()
+    clock, display = PartTimer(CPU), Recorder()
     if streamed:
-        trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display))
+        trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display))
     meters = trunkline.stats if streamed else lambda model: trunkline.Stats({}, {})
-    return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, Job(), meters)
+    return Trainer(
+        recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, World(), meters
+    )
 
 
 def test_steps_equal_plain_hugging_face(tmp_path, corpus):
@@ -325,9 +327,9 @@ def test_an_existing_folder_is_replaced_only_when_asked_and_only_a_run(tmp_path,
 
 def test_uncountable_models_train_without_flops(tmp_path, corpus, monkeypatch):
     def refuse(model, *, seq_len):
-        raise run.UncountedModuleError("cannot count the FLOPs of 'x'.")
+        raise run_training.UncountedModuleError("cannot count the FLOPs of 'x'.")
 
-    monkeypatch.setattr(run, "model_flops", refuse)
+    monkeypatch.setattr(run_training, "model_flops", refuse)
     display = Recorder()
     result = train(make(tmp_path, corpus, steps=1), display)
     (line,) = read_metrics(result.output)
@@ -341,4 +343,4 @@ def test_the_quick_start_recipe_is_what_it_says():
     assert recipe.context >= 32_768
     assert recipe.data.files == ["stdlib"]
     assert yaml.safe_load(path.read_text())["data"]["tokenizer"] == "bytes"
-    assert loop.SampleOrder(10, recipe.seed).take(0, recipe.steps)
+    assert trainer.SampleOrder(10, recipe.seed).take(0, recipe.steps)

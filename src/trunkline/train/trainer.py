@@ -16,21 +16,21 @@ from trunkline.data import SampleOrder, Samples
 from trunkline.distributed.fsdp import no_sync
 from trunkline.offload.stats import Stats
 from trunkline.report.timeline import Timeline
-from trunkline.train.clock import PartClock
 from trunkline.train.display import Display
 from trunkline.train.estimate import SweepPosition
-from trunkline.train.job import Job
-from trunkline.train.metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
+from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.recording import StepRecorder
+from trunkline.train.step_metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
+from trunkline.train.step_recorder import StepRecorder
+from trunkline.train.world import World
 
 
 class TrainingDivergedError(RuntimeError):
     """Loss or gradient norm is not finite; the parameters are those of the step before."""
 
 
-class Monitor:
+class ProgressHook:
     """Receives the engine's progress: turns the clock, and tells the display and the recorder.
 
     Args:
@@ -39,7 +39,7 @@ class Monitor:
         recorder: Records a step; None for none.
     """
 
-    def __init__(self, clock: PartClock, display: Display, recorder: StepRecorder | None = None) -> None:
+    def __init__(self, clock: PartTimer, display: Display, recorder: StepRecorder | None = None) -> None:
         self._clock = clock
         self._display = display
         self._recorder = recorder
@@ -58,7 +58,7 @@ class Trainer:
 
     Attributes:
         recipe: The settings.
-        model: The model, already streamed, with a `Monitor` of `clock` and `display` as its progress callback.
+        model: The model, already streamed, with a `ProgressHook` of `clock` and `display` as its progress callback.
         samples: What it learns from.
         optimizer: Its optimizer.
         clock: The clock that the monitor turns.
@@ -75,11 +75,11 @@ class Trainer:
     model: nn.Module
     samples: Samples
     optimizer: Optimizer
-    clock: PartClock
+    clock: PartTimer
     display: Display
     device: torch.device
     flops_per_sample: int | None
-    job: Job
+    world: World
     stats: Callable[[nn.Module], Stats] = stats
     recorder: StepRecorder | None = None
     timeline: Timeline | None = field(default=None, init=False)
@@ -119,7 +119,7 @@ class Trainer:
             self.clock.enter("data")
             ids_BS = self._share(ids_BS).to(self.device, non_blocking=True)
             part = self.model(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=num_items).loss
-            part_value = self.job.over_replicas(float(part.detach()))
+            part_value = self.world.sum_over_replicas(float(part.detach()))
             self._require_finite(part_value, "loss", index)
             last = number == len(micro_batches) - 1
             with contextlib.nullcontext() if last else no_sync(self.model):
@@ -148,7 +148,7 @@ class Trainer:
 
     def _share(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the samples of a micro-batch that this replica takes."""
-        return ids_BS.tensor_split(self.job.parallel_dims.dp)[self.job.replica]
+        return ids_BS.tensor_split(self.world.parallel_dims.dp)[self.world.replica]
 
     def _record(self, index: int, loss: float, grad_norm: float, rate: float, seconds: dict[str, float]) -> StepMetrics:
         recipe = self.recipe

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trunkline.data import load_encoder
-from trunkline.train.models import build_config, build_model, resolve_device, tokenizer_spec
+from trunkline.train.build_model import build_config, build_model, resolve_device, tokenizer_spec
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError

@@ -15,15 +15,15 @@ from typing import Protocol
 
 import torch
 
-from trunkline.train.clock import Mark, PartClock
-from trunkline.train.metrics import peak_memory_bytes
+from trunkline.train.part_timer import Mark, PartTimer
+from trunkline.train.step_metrics import peak_memory_bytes
 
 EVERY = 0.025  # seconds between two looks at a process
 _STATM = Path("/proc/self/statm")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Gauge(Protocol):
+class MemorySampler(Protocol):
     """Looks at memory.
 
     Attributes:
@@ -43,7 +43,7 @@ class Gauge(Protocol):
         """The step is over, or has failed."""
 
 
-class ProcessGauge:
+class ProcessMemorySampler:
     """Resident memory of this process."""
 
     def __init__(self) -> None:
@@ -54,18 +54,18 @@ class ProcessGauge:
         self._thread = threading.Thread(target=self._watch, name="trunkline-memory", daemon=True)
 
     def start(self) -> None:
-        """See `Gauge.start`."""
+        """See `MemorySampler.start`."""
         self.look()
         self._thread.start()
 
     def look(self) -> tuple[int, int]:
-        """See `Gauge.look`."""
+        """See `MemorySampler.look`."""
         held = self._see()
         most, self._most = max(held, self._most), held
         return held, most
 
     def stop(self) -> None:
-        """See `Gauge.stop`."""
+        """See `MemorySampler.stop`."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -87,7 +87,7 @@ class ProcessGauge:
         return int(os.pread(self._statm.fileno(), 64, 0).split()[1]) * _PAGE
 
 
-class CudaGauge:
+class CudaMemorySampler:
     """What PyTorch's allocator has given out on a device.
 
     Between two looks the most that was held stands for all: when it was is not known.
@@ -97,17 +97,17 @@ class CudaGauge:
         clock: of the step; its marks need no synchronisation.
     """
 
-    def __init__(self, device: torch.device, clock: PartClock) -> None:
+    def __init__(self, device: torch.device, clock: PartTimer) -> None:
         self.points: list[tuple[Mark, int]] = []
         self._device, self._clock = device, clock
         self._last: Mark | None = None
 
     def start(self) -> None:
-        """See `Gauge.start`."""
+        """See `MemorySampler.start`."""
         self.look()
 
     def look(self) -> tuple[int, int]:
-        """See `Gauge.look`."""
+        """See `MemorySampler.look`."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self._device)
         held, most, mark = counted["current"], counted["peak"], self._clock.now()
@@ -118,12 +118,12 @@ class CudaGauge:
         return held, most
 
     def stop(self) -> None:
-        """See `Gauge.stop`."""
+        """See `MemorySampler.stop`."""
 
 
-def gauge_for(device: torch.device, clock: PartClock) -> Gauge:
+def memory_sampler_for(device: torch.device, clock: PartTimer) -> MemorySampler:
     """Return what looks at a device's memory."""
-    return CudaGauge(device, clock) if device.type == "cuda" else ProcessGauge()
+    return CudaMemorySampler(device, clock) if device.type == "cuda" else ProcessMemorySampler()
 
 
 def total_bytes(device: torch.device) -> int:

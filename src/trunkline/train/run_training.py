@@ -15,22 +15,22 @@ from trunkline.data import CutReport, cut_documents, find_files, load_encoder, r
 from trunkline.distributed import failure
 from trunkline.distributed.mesh import heads_of
 from trunkline.hf.flops import UncountedModuleError, attention_flops, model_flops
-from trunkline.train.clock import PartClock
-from trunkline.train.display import Display, RunInfo
+from trunkline.train.build_model import build_config, build_model, resolve_device, tokenizer_spec
+from trunkline.train.display import Display, RunHeader
 from trunkline.train.evaluating import EvaluationRecord, Evaluator
-from trunkline.train.job import Job, RankLog, expected_seconds
-from trunkline.train.loop import Monitor, Trainer
-from trunkline.train.metrics import StepMetrics
-from trunkline.train.models import build_config, build_model, resolve_device, tokenizer_spec
 from trunkline.train.optimizer import Optimizer
-from trunkline.train.output import LOGS, OutputFolder
-from trunkline.train.preflight import Preflight, preflight
+from trunkline.train.output_folder import LOGS, OutputFolder
+from trunkline.train.part_timer import PartTimer
+from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
-from trunkline.train.recording import StepRecorder
+from trunkline.train.step_metrics import StepMetrics
+from trunkline.train.step_recorder import StepRecorder
+from trunkline.train.trainer import ProgressHook, Trainer
+from trunkline.train.world import RankLog, World, expected_seconds
 
 
 @dataclass(frozen=True)
-class RunResult:
+class TrainResult:
     """What a run leaves.
 
     Attributes:
@@ -46,13 +46,13 @@ class RunResult:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
-def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog | None = None) -> RunResult:
+def train(recipe: Recipe, display: Display, world: World | None = None, log: RankLog | None = None) -> TrainResult:
     """Train by a recipe and write its output folder.
 
     Args:
         recipe: The settings.
         display: Told what happens.
-        job: The processes of the run, all of which call this; None for this one alone.
+        world: processes of the run, all of which call this; None for this one alone.
         log: What `display` writes to, where this is not the process that shows the run.
 
     Returns:
@@ -64,41 +64,41 @@ def train(recipe: Recipe, display: Display, job: Job | None = None, log: RankLog
         TrainingDivergedError: Loss or gradient became non-finite.
         RankError: Another process of the run has failed.
     """
-    job = job or Job()
-    with contextlib.nullcontext() if job.mesh is None else failure.guard():
-        return _train(recipe, display, job, log)
+    world = world or World()
+    with contextlib.nullcontext() if world.mesh is None else failure.guard():
+        return _train(recipe, display, world, log)
 
 
-def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> RunResult:
-    output = OutputFolder(recipe) if job.is_main else None
+def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) -> TrainResult:
+    output = OutputFolder(recipe) if world.is_main else None
     device = resolve_device(recipe.device)
     encoder = load_encoder(tokenizer_spec(recipe))
     config = build_config(recipe, encoder)
-    job.parallel_dims.check_heads(*heads_of(config))
+    world.parallel_dims.check_heads(*heads_of(config))
     files = find_files(recipe.data.files)
     display.note(f"reading {len(files):,} files")
     samples = cut_documents(read_documents(files, text_field=recipe.data.text_field), encoder, context=recipe.context)
     evaluator = Evaluator(recipe, encoder, files, display.note) if recipe.evaluate.every is not None else None
-    ready = preflight(recipe, config, job, device, display.note) if recipe.preflight else Preflight(recipe)
+    ready = preflight(recipe, config, world, device, display.note) if recipe.preflight else PreflightResult(recipe)
     recipe = ready.recipe
     if output is not None:
         output.recipe = recipe
     if ready.note:
         display.note(ready.note)
-    model, flops, attention_share = _model(recipe, config, device, job, display)
-    clock = PartClock(device)
+    model, flops, attention_share = _model(recipe, config, device, world, display)
+    clock = PartTimer(device)
     recorder = None
-    if job.is_main:
+    if world.is_main:
         # The second step, since much is made and loaded in the first.
-        recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1), title=_title(recipe, device, job),
-                                devices=job.world_size)  # fmt: skip
-    trunkline.stream(model, **recipe.stream_settings, mesh=job.mesh, progress=Monitor(clock, display, recorder))
+        recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1),
+                                title=_title(recipe, device, world), devices=world.world_size)  # fmt: skip
+    trunkline.stream(model, **recipe.stream_settings, mesh=world.mesh, progress=ProgressHook(clock, display, recorder))
     if evaluator is not None:
         evaluator.check(model)
-    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, job,
+    trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, world,
                       recorder=recorder)  # fmt: skip
-    info = RunInfo(
-        headline=_headline(recipe, model, device, samples.report, job),
+    info = RunHeader(
+        headline=_headline(recipe, model, device, samples.report, world),
         steps=recipe.steps,
         log_every=recipe.log_every,
         num_micro_batches=recipe.gradient_accumulation,
@@ -108,9 +108,9 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
     steps: list[StepMetrics] = []
     evaluations: list[EvaluationRecord] = []
     with contextlib.nullcontext() if output is None else output:
-        folder = job.agree_on_folder(None if output is None else output.partial)
+        folder = world.share_folder(None if output is None else output.partial)
         if log is not None:
-            log.open(folder / LOGS / f"rank-{job.rank}.log")
+            log.open(folder / LOGS / f"rank-{world.rank}.log")
         if output is not None and (plan := ready.record()) is not None:
             output.write_plan(plan)
         torch.manual_seed(recipe.seed)
@@ -131,23 +131,23 @@ def _train(recipe: Recipe, display: Display, job: Job, log: RankLog | None) -> R
                         display.note(note)
                     display.evaluated(record)
                     evaluations.append(record)
-                job.expect(max(step.total_seconds for step in steps))
+                world.expect_step_seconds(max(step.total_seconds for step in steps))
         finally:
             display.end()
         trunkline.unstream(model)
-        job.be_patient()  # saving takes as long as the disk does
-        saved, state_dict = job.whole(model, getattr(torch, recipe.model.dtype))
+        world.allow_long_waits()  # saving takes as long as the disk does
+        saved, state_dict = world.gather_model(model, getattr(torch, recipe.model.dtype))
         if output is not None:
             output.finish(saved, encoder.tokenizer, state_dict)
-        job.wait()
-    return RunResult(Path(recipe.output).expanduser().absolute(), steps, samples.report, evaluations)
+        world.barrier()
+    return TrainResult(Path(recipe.output).expanduser().absolute(), steps, samples.report, evaluations)
 
 
 def _model(
-    recipe: Recipe, config: Any, device: torch.device, job: Job, display: Display
+    recipe: Recipe, config: Any, device: torch.device, world: World, display: Display
 ) -> tuple[nn.Module, int | None, float]:
     """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
-    ranks, parallel_dims, dtype = recipe.ranks, job.parallel_dims, recipe.model.dtype
+    ranks, parallel_dims, dtype = recipe.ranks, world.parallel_dims, recipe.model.dtype
     cut = bool(ranks.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or ranks.offload)
     # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
     masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
@@ -158,15 +158,15 @@ def _model(
     model = build_model(wide, config, torch.device("cpu") if cut or parallel_dims.tp > 1 else device)
     flops = _flops(model, recipe.context, display)
     attention_share = 0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops
-    if job.mesh is None:
+    if world.mesh is None:
         return model, flops, attention_share
-    job.wait()  # loading takes as long as the disk does
+    world.barrier()  # loading takes as long as the disk does
     if flops is not None:
-        per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // job.world_size
-        job.expect(expected_seconds(per_rank, device, getattr(torch, dtype)))
+        per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // world.world_size
+        world.expect_step_seconds(expected_seconds(per_rank, device, getattr(torch, dtype)))
     if cut or parallel_dims.tp > 1:
         param_dtype = getattr(torch, dtype) if masters else None
-        trunkline.shard(model, job.mesh, zero=ranks.zero, param_dtype=param_dtype, offload=ranks.offload and cut)
+        trunkline.shard(model, world.mesh, zero=ranks.zero, param_dtype=param_dtype, offload=ranks.offload and cut)
     return model, flops, attention_share
 
 
@@ -178,14 +178,16 @@ def _flops(model: nn.Module, context: int, display: Display) -> int | None:
         return None
 
 
-def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutReport, job: Job) -> list[str]:
+def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutReport, world: World) -> list[str]:
     count = sum(parameter.numel() for parameter in model.parameters())
     name = recipe.model.preset or recipe.model.path
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     accumulation = f" x {recipe.gradient_accumulation} micro-batches" if recipe.gradient_accumulation > 1 else ""
     samples = "1 sample" if recipe.batch_size == 1 else f"{recipe.batch_size} samples"
     processes = (
-        f", {job.world_size} processes ({job.parallel_dims}, zero={recipe.ranks.zero})" if job.world_size > 1 else ""
+        f", {world.world_size} processes ({world.parallel_dims}, zero={recipe.ranks.zero})"
+        if world.world_size > 1
+        else ""
     )
     processes += ", offload" if recipe.ranks.offload else ""
     return [
@@ -197,12 +199,12 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
     ]
 
 
-def _title(recipe: Recipe, device: torch.device, job: Job) -> str:
+def _title(recipe: Recipe, device: torch.device, world: World) -> str:
     """What a step of the run is, in a line."""
     name = recipe.model.preset or Path(recipe.model.path or "").name
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     chunk = trunkline.StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-    count = f"{job.world_size} x " if job.world_size > 1 else ""
+    count = f"{world.world_size} x " if world.world_size > 1 else ""
     return f"{name}, {recipe.context:,} tokens in chunks of {chunk:,}, {count}{place}"
 
 

@@ -32,11 +32,11 @@ from trunkline.report.timeline import (
     thinned,
     within,
 )
-from trunkline.train.clock import Mark, PartClock
 from trunkline.train.estimate import SweepPosition
-from trunkline.train.gauges import gauge_for, total_bytes
-from trunkline.train.metrics import StepMetrics
+from trunkline.train.memory_sampler import memory_sampler_for, total_bytes
 from trunkline.train.optimizer import Optimizer
+from trunkline.train.part_timer import Mark, PartTimer
+from trunkline.train.step_metrics import StepMetrics
 from trunkline.units import OFFLOAD_TIERS, TIERS, TierName
 
 MOST_POINTS = 20_000  # of one tier's memory
@@ -60,12 +60,12 @@ class StepRecorder:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, clock: PartClock, *, step: int, title: str, devices: int
+        self, model: nn.Module, device: torch.device, clock: PartTimer, *, step: int, title: str, devices: int
     ) -> None:
         self.step, self.is_active = step, False
         self._model, self._device, self._clock = model, device, clock
         self._title, self._devices = title, devices
-        self._gauge = gauge_for(device, clock)
+        self._gauge = memory_sampler_for(device, clock)
         self._tallies = {tier: MemoryTally() for tier in TIERS}
         self._beyond: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in OFFLOAD_TIERS}
         self._labels: list[tuple[Mark, str]] = []

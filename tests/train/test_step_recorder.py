@@ -14,16 +14,16 @@ from trunkline.data import Document, cut_documents, load_encoder
 from trunkline.distributed.grad_norm import local
 from trunkline.report import write_report
 from trunkline.report.timeline import Timeline
-from trunkline.train.clock import PartClock
+from trunkline.train.build_model import build_config, build_model
 from trunkline.train.display import PlainDisplay
-from trunkline.train.gauges import EVERY, ProcessGauge
-from trunkline.train.job import Job
-from trunkline.train.loop import Monitor, Trainer, TrainingDivergedError
-from trunkline.train.models import build_config, build_model
+from trunkline.train.memory_sampler import EVERY, ProcessMemorySampler
 from trunkline.train.optimizer import Optimizer
+from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.recording import StepRecorder, _without
-from trunkline.train.run import train
+from trunkline.train.run_training import train
+from trunkline.train.step_recorder import StepRecorder, _without
+from trunkline.train.trainer import ProgressHook, Trainer, TrainingDivergedError
+from trunkline.train.world import World
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -157,11 +157,11 @@ def trainer_for(recipe, step):
     )
     torch.manual_seed(0)
     model = build_model(recipe, build_config(recipe, encoder), CPU)
-    clock, display = PartClock(CPU), Silent()
+    clock, display = PartTimer(CPU), Silent()
     recorder = None if step is None else StepRecorder(model, CPU, clock, step=step, title="a step", devices=1)
-    trunkline.stream(model, **recipe.stream_settings, progress=Monitor(clock, display, recorder))
+    trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display, recorder))
     optimizer = Optimizer(model, recipe.optimizer)
-    return Trainer(recipe, model, samples, optimizer, clock, display, CPU, None, Job(), recorder=recorder)
+    return Trainer(recipe, model, samples, optimizer, clock, display, CPU, None, World(), recorder=recorder)
 
 
 def test_a_recorded_step_is_bitwise_the_same(tmp_path):
@@ -215,7 +215,7 @@ def test_without_budgets_there_are_no_lanes_but_compute(tmp_path):
 
 
 def test_what_comes_and_goes_between_two_looks_is_seen():
-    gauge = ProcessGauge()
+    gauge = ProcessMemorySampler()
     gauge.start()
     try:
         before, _ = gauge.look()

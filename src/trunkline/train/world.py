@@ -21,7 +21,7 @@ import trunkline
 from trunkline.distributed import failure
 from trunkline.distributed.mesh import ParallelDims, parallel_dims_of
 from trunkline.distributed.state_dict import whole_state_dict
-from trunkline.train.models import resolve_device
+from trunkline.train.build_model import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 
@@ -54,7 +54,7 @@ class RankLog(io.StringIO):
 
 
 @dataclass(frozen=True)
-class Job:
+class World:
     """What this process knows of the others.
 
     Attributes:
@@ -80,11 +80,11 @@ class Job:
         return 1 if self.mesh is None else self.mesh.size()
 
     @property
-    def processes_here(self) -> int:
+    def local_size(self) -> int:
         """Processes of the run on this machine."""
         return 1 if self.mesh is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-    def over_replicas(self, value: float) -> float:
+    def sum_over_replicas(self, value: float) -> float:
         """The sum over replicas of a number that all ranks of a replica have."""
         if self.mesh is None or self.parallel_dims.dp == 1:
             return value
@@ -92,14 +92,14 @@ class Job:
         dist.all_reduce(total, group=self.mesh["dp"].get_group())
         return float(total)
 
-    def agree_on_folder(self, folder: Path | None) -> Path:
+    def share_folder(self, folder: Path | None) -> Path:
         """The folder that rank 0 gives."""
         if self.mesh is None:
             assert folder is not None
             return folder
         return Path(failure.shared("output", None if folder is None else str(folder)))
 
-    def expect(self, seconds: float) -> None:
+    def expect_step_seconds(self, seconds: float) -> None:
         """Have collectives fail when they take far longer than a step does.
 
         Args:
@@ -107,7 +107,7 @@ class Job:
         """
         self._set_timeout(max(_LEAST, timedelta(seconds=_PATIENCE * seconds)))
 
-    def be_patient(self) -> None:
+    def allow_long_waits(self) -> None:
         """Have collectives wait for what does not depend on steps."""
         self._set_timeout(_START)
 
@@ -117,18 +117,18 @@ class Job:
         for group in {id(g): g for g in _groups(self.mesh)}.values():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all are here."""
         if self.mesh is not None:
             with failure.guard():
                 dist.barrier()
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Nothing more is done together."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
-    def whole(self, model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
+    def gather_model(self, model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
         """What `save_pretrained` takes of a model that may be spread over ranks; every rank must call it.
 
         Args:
@@ -148,7 +148,7 @@ class Job:
         return blank, {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
 
 
-def join(recipe: Recipe) -> Job:
+def join(recipe: Recipe) -> World:
     """Join the run's other processes, if torchrun has started several.
 
     Raises:
@@ -158,7 +158,7 @@ def join(recipe: Recipe) -> Job:
         return _join(recipe)
 
 
-def _join(recipe: Recipe) -> Job:
+def _join(recipe: Recipe) -> World:
     ranks = recipe.ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asked = (ranks.dp or 1) * ranks.sp * ranks.cp * ranks.tp
@@ -169,7 +169,7 @@ def _join(recipe: Recipe) -> Job:
                 f"{asked} -m trunkline train …, or leave ranks out."
             )
         if not ranks.offload:
-            return Job()
+            return World()
         _be_the_only_rank()  # of FSDP2, which is what moves parameters to the host and back
     if ":" in recipe.device and world_size > 1:
         raise RecipeError(
@@ -187,7 +187,7 @@ def _join(recipe: Recipe) -> Job:
             f"replica takes an equal share of each micro-batch. Set batch_size to {parallel_dims.dp}, "
             f"{2 * parallel_dims.dp}, …"
         )
-    return Job(mesh, parallel_dims, dist.get_rank(), mesh["dp"].get_local_rank())
+    return World(mesh, parallel_dims, dist.get_rank(), mesh["dp"].get_local_rank())
 
 
 def _be_the_only_rank() -> None:

@@ -16,7 +16,7 @@ Mark = float | torch.cuda.Event  # a moment: of `time.perf_counter`, or of the d
 PARTS = ("data", "embed", "forward", "head", "backward", "optimizer")
 
 
-class PartClock:
+class PartTimer:
     """Sums the seconds of each part between `start` and `stop`.
 
     Args:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from trunkline.evaluate import Evaluation, write_evaluation
 from trunkline.report.timeline import Timeline
-from trunkline.train.metrics import MetricsFile, Record, StepMetrics
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
+from trunkline.train.step_metrics import MetricsFile, Record, StepMetrics
 from trunkline.utils.atomic_dir import replace_dir
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
