@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trunkline.evaluate import TokenScores
-from trunkline.evaluate.tasks import Answer, Sample
+from trunkline.evaluate.samples import Answer, Sample
 
 
 class PlainModel:
-    """A transformers model as scorer and continuer, all logits at once."""
+    """Transformers model as scorer and continuer, all logits at once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
@@ -42,11 +42,10 @@ class PlainModel:
         return found
 
 
-class Knowing:
-    """Retrieves every answer whose statement begins at most `window` tokens before it, and no other.
+class OracleModel:
+    """Model that retrieves every answer whose statement begins at most `window` tokens before it, and no other.
 
-    Answers without a statement are retrieved where the window holds the whole sequence. It must know the samples: it
-    finds them by their ids.
+    It must know the samples: it finds them by their ids.
     """
 
     def __init__(self, samples: Iterable[Sample], tokenizer: Any, window: int) -> None:
@@ -56,8 +55,7 @@ class Knowing:
         self.forwards, self.prefills = [], []
 
     def knows(self, sample: Sample, answer: Answer) -> bool:
-        begin = 0 if answer.evidence is None else answer.evidence[0]
-        return answer.start - begin <= self.window
+        return answer.start - answer.evidence[0] <= self.window
 
     def __call__(self, input_ids: Tensor) -> TokenScores:
         self.forwards.append(tuple(input_ids.shape))
@@ -84,8 +82,8 @@ class Knowing:
         return found
 
 
-class Inducing:
-    """Predicts what followed the longest earlier occurrence of what is before a token, within a window.
+class InductionModel:
+    """Model that predicts what followed the longest earlier occurrence of what is before a token, within a window.
 
     It knows nothing of tasks: it reads token ids, as an induction head does. Needles it finds exactly where they are in
     its window, since a question repeats its needle's words.

@@ -1,4 +1,4 @@
-"""The harness itself on tasks in local files: what it gets from a streamed model is what the plain one computes."""
+"""The harness on tasks in local files: a streamed model gives it the results of the plain model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trunkline
 from trunkline.data import make_byte_tokenizer
 from trunkline.evaluate.harness import StreamedLM
-from trunkline.evaluate.harness.text import Texts
-from trunkline.evaluate.harness.writing import Until, asked, cut
 from trunkline.generation import prefixes
 
 BOOK = "It was a bright cold day, and the clocks were striking thirteen. " * 12  # 780 tokens, many chunks
@@ -96,7 +94,7 @@ def tasks(tmp_path: Path, plain: Any) -> tuple[Path, list[str]]:
     )  # fmt: skip
     written = [_written(plain, BOOK + each, 24) for each in ASKED]
     stop = written[1][9:11]
-    answers = [cut(text, [stop]) for text in written]
+    answers = [text.split(stop)[0] for text in written]
     rows = [{"question": each, "answer": a} for each, a in zip(ASKED, [*answers[:2], "no such answer"], strict=True)]
     _task(
         tmp_path, "local_writing", rows, output_type="generate_until", doc_to_text=BOOK + "{{question}}",
@@ -106,7 +104,7 @@ def tasks(tmp_path: Path, plain: Any) -> tuple[Path, list[str]]:
     return tmp_path, answers
 
 
-def test_the_harness_gets_what_the_plain_model_computes(
+def test_results_are_those_of_the_plain_model(
     folder: Path, plain: Any, tasks: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, answers = tasks
@@ -143,7 +141,7 @@ def test_the_harness_gets_what_the_plain_model_computes(
     assert found["config"]["chunk_size"] == 64
 
 
-def test_the_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]]) -> None:
+def test_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]]) -> None:
     path = tasks[0]
     settings = f"pretrained={folder},chunk_size=64,device_budget=20MiB,offload_dir={path}"
     words = [
@@ -166,8 +164,8 @@ SCORED = [
     *((BOOK + each, choice) for each in ASKED for choice in CHOICES),
     (BOOK, " and"),
     (BOOK + "The end. ", "So long."),  # the space goes with the continuation
-    ("SingleRank", " here"),
-    ("SingleRank", ""),
+    ("Alone", " here"),
+    ("Alone", ""),
     ("", "From nothing"),
     ("Long answer:", " yes" * 100),  # too long to be scored behind a cache
     ("Long answer:", " no" * 90),
@@ -177,7 +175,7 @@ SCORED = [
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("place", ["device", "disk"])
-def test_scores(folder: Path, plain: Any, share: bool, batch_size: int, place: str, tmp_path: Path) -> None:
+def test_log_likelihoods(folder: Path, plain: Any, share: bool, batch_size: int, place: str, tmp_path: Path) -> None:
     settings = {"device_budget": 2_000_000, "offload_dir": tmp_path} if place == "disk" else {}
     lm = StreamedLM(
         str(folder), chunk_size=64, device="cpu", share_prefill=share, batch_size=str(batch_size), **settings
@@ -193,7 +191,7 @@ def test_scores(folder: Path, plain: Any, share: bool, batch_size: int, place: s
     assert kept == {("loglikelihood", key): value for key, value in zip(SCORED, found, strict=True)}
 
 
-def test_the_likeliest_continuation_is_said_to_be_greedy(folder: Path, plain: Any) -> None:
+def test_the_most_likely_continuation_is_greedy(folder: Path, plain: Any) -> None:
     lm = StreamedLM(folder, chunk_size=64, device="cpu")
     with torch.no_grad():
         ids = plain.generate(torch.tensor([list(BOOK.encode())]), max_new_tokens=3, do_sample=False)[0].tolist()
@@ -201,7 +199,7 @@ def test_the_likeliest_continuation_is_said_to_be_greedy(folder: Path, plain: An
     assert [greedy for _, greedy in lm._loglikelihood_tokens(pairs, disable_tqdm=True)] == [True, False]
 
 
-def test_whole_documents_go_in_one_forward(folder: Path, plain: Any) -> None:
+def test_documents_are_scored_whole(folder: Path, plain: Any) -> None:
     lm = StreamedLM(folder, chunk_size=64, device="cpu")
     texts = [BOOK, "Short.", ""]
     with pytest.warns(UserWarning, match="2,341 tokens, and the model's max_position_embeddings is 2,048"):
@@ -212,7 +210,7 @@ def test_whole_documents_go_in_one_forward(folder: Path, plain: Any) -> None:
         assert log_prob == pytest.approx(_scored(plain, "", text)[0], rel=1e-6, abs=1e-3)
 
 
-def test_generation_is_the_same_shared_or_not_and_samples(folder: Path, plain: Any) -> None:
+def test_generation_does_not_depend_on_sharing_and_can_sample(folder: Path, plain: Any) -> None:
     how = {"max_gen_toks": 8, "suppress_tokens": HIDDEN}
     contexts = [BOOK + ASKED[0], BOOK + ASKED[1], "A", "Another text", BOOK + ASKED[0]]
     requests = _requests("generate_until", [(each, dict(how)) for each in contexts])
@@ -228,54 +226,32 @@ def test_generation_is_the_same_shared_or_not_and_samples(folder: Path, plain: A
     assert len(second) == 8
 
 
-def test_what_a_task_may_ask() -> None:
-    assert asked({}, 9).settings == {"do_sample": False}
-    assert asked({"until": "\n", "max_tokens": 3, "temperature": 0.0, "top_p": 0.5}, 9) == asked(
-        {"until": ["\n", ""], "max_gen_toks": 3, "do_sample": False}, 1
-    )
-    sampled = asked({"temperature": 0.5, "top_p": 0.5}, 9)
-    assert (sampled.max_new_tokens, sampled.settings) == (9, {"temperature": 0.5, "top_p": 0.5, "do_sample": True})
-    for given, message in (
-        ({"do_sample": True, "temperature": 0.0}, "give a positive temperature"),
-        ({"max_gen_toks": 0}, "max_gen_toks=0"),
-        ({"until": 3}, "until=3"),
-        ({"max_length": 3}, "give max_gen_toks"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            asked(given, 9)
-
-
-def test_a_stop_text_ends_it_however_it_is_cut_into_tokens() -> None:
-    tokenizer = make_byte_tokenizer()
-    ids = torch.tensor([list("END of Ürümqi. END".encode())])
-    until = Until(tokenizer, ["Ürümqi", "END"], 3)  # what was given does not count
-    ends = [stop for stop in range(3, ids.shape[1] + 1) if bool(until(ids[:, :stop], None))]
-    assert ends[0] == len("END of Ürümqi".encode())
-    assert ids.shape[1] in ends
-    assert cut("one two three", ["three", "two"]) == "one "
-
-
-def test_a_tokenizer_that_begins_texts_by_itself() -> None:
-    """Its token stands before contexts once, also where a chat template has written it, and is not scored."""
-    tokenizer = make_byte_tokenizer()
+def test_a_bos_token_of_the_tokenizer_stands_before_contexts_once(folder: Path) -> None:
+    """Also where a chat template has written it; it is not scored."""
+    model, tokenizer = build("llama", vocab_size=259).eval(), make_byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    texts = Texts.of(tokenizer)
-    assert texts.encode("ab").tolist() == texts.encode("<s>ab").tolist() == [bos, 97, 98]
-    assert texts.encode("ab", special=False).tolist() == [97, 98]
-    assert texts.context("").tolist() == [bos]
-    for pair in (*texts.pairs([("", "ab"), ("<s>", "ab")]), texts.document("ab")):
-        assert (pair.context.tolist(), pair.continuation.tolist()) == ([bos], [97, 98])
-    (pair,) = texts.pairs([("a ", "b")])
-    assert (pair.context.tolist(), pair.continuation.tolist()) == ([bos, 97], [32, 98])
-    plain = make_byte_tokenizer()
-    plain.eos_token = None
+    lm = StreamedLM(model=trunkline.stream(model, chunk_size=32), tokenizer=tokenizer)
+    assert lm.tok_encode("ab") == lm.tok_encode("<s>ab") == [bos, 97, 98]
+    assert lm.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    assert [ids.tolist() for ids in lm._encode_pair("a ", "b")] == [[bos, 97], [32, 98]]
+    scored: list[tuple[list[int], list[int]]] = []
+
+    def score(name: str, keys: Any, requests: Any, disable_tqdm: bool) -> list[tuple[float, bool]]:
+        scored.extend((context.tolist(), ids.tolist()) for context, ids in requests)
+        return [(0.0, True)] * len(requests)
+
+    lm._score = score  # type: ignore[method-assign]
+    lm.loglikelihood(_requests("loglikelihood", [("", "ab"), ("<s>", "ab"), ("  ", "ab")]), disable_tqdm=True)
+    lm.loglikelihood_rolling(_requests("loglikelihood_rolling", [("ab",), ("<s>ab",)]), disable_tqdm=True)
+    assert scored == [([bos], [97, 98]), ([bos], [97, 98]), ([bos], [32, 32, 97, 98]), *[([bos], [97, 98])] * 2]
+    tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(ValueError, match="neither a beginning-of-sequence nor an end-of-sequence token"):
-        Texts.of(plain)
+        StreamedLM(model=model, tokenizer=tokenizer)
 
 
-def test_from_python_with_chat(folder: Path) -> None:
+def test_chat_templates(folder: Path) -> None:
     model, tokenizer = build("llama", vocab_size=258).eval(), AutoTokenizer.from_pretrained(folder)
     trunkline.stream(model, chunk_size=32)
     lm = StreamedLM(model=model, tokenizer=tokenizer)
@@ -295,7 +271,7 @@ def test_from_python_with_chat(folder: Path) -> None:
     assert (lm.tok_encode("ab"), lm.eot_token_id, lm.prefix_token_id) == ([97, 98], EOS, EOS)
 
 
-def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = build("llama", vocab_size=258).eval(), make_byte_tokenizer()
     for settings, message in (
         ({}, "give either pretrained"),
@@ -330,7 +306,7 @@ def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         StreamedLM(model=model, tokenizer=tokenizer)
 
 
-def test_nobody_else_needs_the_harness() -> None:
+def test_only_the_harness_package_imports_lm_eval() -> None:
     code = (
         "import sys, trunkline.evaluate, trunkline.generation.prefixes\n"
         "assert not [m for m in ('lm_eval', 'datasets') if m in sys.modules]\n"

@@ -214,7 +214,7 @@ def test_lengths_beyond_a_learned_table_are_refused_and_beyond_the_context_noted
         ({"every": 1, "tasks": ["nedle"]}, r"evaluate\.tasks: there is no 'nedle'\. Set some of: needle"),
         ({"every": 1, "lengths": "4X"}, r"evaluate\.lengths: '4X' is no number of tokens"),
         ({"every": 0}, r"evaluate\.every: .*greater than or equal to 1"),
-        ({"every": 1, "threshold": 0}, r"evaluate\.threshold: 0\.0 is no share"),
+        ({"every": 1, "threshold": 0}, r"evaluate\.threshold: 0\.0 is out of range"),
     ],
 )
 def test_settings_that_mean_nothing(tmp_path: Path, given: dict[str, Any], message: str) -> None:

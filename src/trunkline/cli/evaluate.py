@@ -61,8 +61,7 @@ def evaluate(
     from trunkline.cli.evaluate_progress import EvaluationDisplay
     from trunkline.cli.evaluate_settings import check_length, choose_settings, longest_of, positions_of
     from trunkline.data import Document, find_files, read_documents
-    from trunkline.evaluate.tasks import Texts
-    from trunkline.evaluate.write import check_folder
+    from trunkline.evaluate import TextHaystack, check_folder
     from trunkline.generation.loading import load_model
 
     _check(tasks, {"--lengths": lengths, "--generated": generated, "--haystack": haystack}, perplexity)
@@ -72,7 +71,7 @@ def evaluate(
         check_folder(output, overwrite=overwrite)
     console = Console(stderr=True)
     transformers_logging.disable_progress_bar()  # loading is short, and the bar of the evaluation follows
-    texts = Texts.read(haystack, setting="--haystack") if haystack else None
+    texts = TextHaystack.read(haystack, setting="--haystack") if haystack else None
     files = find_files(perplexity, setting="--perplexity") if perplexity else []
     loaded, encoder = load_model(model, dtype=dtype, device=device)
     settings, notes = choose_settings(

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trunkline.config import Progress as Position
-from trunkline.evaluate import EvaluateProgress
-from trunkline.evaluate.table import length_text
+from trunkline.evaluate import EvaluateProgress, length_text
 from trunkline.train.display import clock_text
 
 _WIDTH = 32  # characters before a bar

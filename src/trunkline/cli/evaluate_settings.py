@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from trunkline.api import streamed_forward
-from trunkline.evaluate import EvaluateSettings, TokenDocument, check_lengths, even_depths, parse_length
-from trunkline.evaluate.table import length_text
-from trunkline.evaluate.tasks import TASKS, Texts
+from trunkline.evaluate import (
+    TASKS,
+    EvaluateSettings,
+    TextHaystack,
+    TokenDocument,
+    check_lengths,
+    even_depths,
+    length_text,
+    parse_length,
+)
 from trunkline.hf import probe
 
 # The lengths of RULER (Hsieh et al., COLM 2024), so that effective lengths compare with published ones.
@@ -25,7 +32,7 @@ def choose_settings(
     samples: int,
     seed: int,
     threshold: float,
-    haystack: Texts | None,
+    haystack: TextHaystack | None,
 ) -> tuple[EvaluateSettings, list[str]]:
     """Return the settings of an evaluation, and a line for each choice made here.
 

@@ -1,9 +1,15 @@
-"""Does a model use its context: long-context tasks, perplexity by position, effective length.
+"""Evaluation of long context: needle tasks, perplexity by position, effective length.
 
-A model comes in as a `Scorer` (what it would have predicted) and, to let it answer in its own words, a `Continuer`.
+A model is given as a `Scorer` (predictions of given tokens) and, for answers that it generates, a `Continuer`.
 """
 
-from trunkline.evaluate.models import Continuer, Scorer, TokenScores
+from trunkline.evaluate.evaluation import Evaluation, ScoreCell, effective_length
+from trunkline.evaluate.evaluation_files import WrittenEvaluation, check_folder, write_evaluation, write_folder
+from trunkline.evaluate.evaluation_loop import EvaluateProgress, check_lengths, evaluate
+from trunkline.evaluate.evaluation_settings import EvaluateSettings, even_depths, length_text, parse_length
+from trunkline.evaluate.haystack import TextHaystack
+from trunkline.evaluate.needles import TASKS, NeedleTask, PasskeyTask, VariableTask
+from trunkline.evaluate.outcomes import Outcome
 from trunkline.evaluate.perplexity import (
     DocumentLoss,
     MeanLoss,
@@ -12,35 +18,37 @@ from trunkline.evaluate.perplexity import (
     TokenDocument,
     token_documents,
 )
-from trunkline.evaluate.results import Cell, Evaluation, effective_length
-from trunkline.evaluate.run import EvaluateProgress, check_lengths, evaluate
-from trunkline.evaluate.scoring import Outcome
-from trunkline.evaluate.settings import EvaluateSettings, even_depths, parse_length
-from trunkline.evaluate.streamed import StreamedContinuer, StreamedScorer
-from trunkline.evaluate.table import table_text, tables_of
-from trunkline.evaluate.write import WrittenEvaluation, write_evaluation, write_folder
+from trunkline.evaluate.score_tables import table_text, tables_of
+from trunkline.evaluate.scorers import Continuer, Scorer, StreamedContinuer, StreamedScorer, TokenScores
 
 __all__ = [
-    "Cell",
+    "TASKS",
     "Continuer",
     "DocumentLoss",
     "EvaluateProgress",
     "EvaluateSettings",
     "Evaluation",
     "MeanLoss",
+    "NeedleTask",
     "Outcome",
+    "PasskeyTask",
     "PerplexityMeter",
     "PositionLoss",
+    "ScoreCell",
     "Scorer",
     "StreamedContinuer",
     "StreamedScorer",
+    "TextHaystack",
     "TokenDocument",
     "TokenScores",
+    "VariableTask",
     "WrittenEvaluation",
+    "check_folder",
     "check_lengths",
     "effective_length",
     "evaluate",
     "even_depths",
+    "length_text",
     "parse_length",
     "table_text",
     "tables_of",

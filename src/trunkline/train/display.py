@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from trunkline.evaluate import EvaluateProgress
-from trunkline.evaluate.table import length_text
+from trunkline.evaluate import EvaluateProgress, length_text
 from trunkline.train.estimate import StepProgress, SweepPosition
 from trunkline.train.evaluating import EvaluationRecord, evaluation_text
 from trunkline.train.step_metrics import StepMetrics

@@ -24,12 +24,12 @@ from trunkline.evaluate import (
     Evaluation,
     StreamedContinuer,
     StreamedScorer,
+    TextHaystack,
     check_lengths,
     evaluate,
+    length_text,
     token_documents,
 )
-from trunkline.evaluate.table import length_text
-from trunkline.evaluate.tasks import Texts
 from trunkline.hf import probe
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
@@ -112,7 +112,7 @@ class Evaluator:
         section = recipe.evaluate
         self._recipe, self._tokenizer = recipe, encoder.tokenizer
         self.settings = recipe.evaluate_settings
-        self._haystack = Texts.read(section.haystack, setting="evaluate.haystack") if section.haystack else None
+        self._haystack = TextHaystack.read(section.haystack, setting="evaluate.haystack") if section.haystack else None
         files = find_files(section.files, setting="evaluate.files") if section.files else []
         seen = sorted(str(path) for path in set(files) & set(trained_on))
         if seen:

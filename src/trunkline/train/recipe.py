@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from trunkline.config import StreamConfig
-from trunkline.evaluate.settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths, parse_length
+from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths, parse_length
 from trunkline.train.presets import PRESETS
 
 

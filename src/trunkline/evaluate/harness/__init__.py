@@ -1,7 +1,7 @@
-"""Streamed models in EleutherAI's lm-evaluation-harness, where they are called `trunkline`.
+"""Streamed models in EleutherAI's lm-evaluation-harness, under the name `trunkline`.
 
-Importing this package registers them. The harness looks for models nowhere else, so on the command line
-`python -m trunkline.evaluate.harness` takes the place of `lm_eval`.
+Importing this package registers the model class. The harness finds no models elsewhere, so on the command line
+`python -m trunkline.evaluate.harness` replaces `lm_eval`.
 """
 
 try:
@@ -14,6 +14,6 @@ except ModuleNotFoundError as error:
         name="lm_eval",
     ) from error
 
-from trunkline.evaluate.harness.lm import StreamedLM
+from trunkline.evaluate.harness.streamed_lm import StreamedLM
 
 __all__ = ["StreamedLM"]

@@ -1,4 +1,4 @@
-"""Haystacks: sentences of a grammar, of a user's own texts; filled to the token."""
+"""Haystacks: sentences of the grammar and of a user's texts, filled to an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.data import make_byte_tokenizer
-from trunkline.evaluate.draws import Draws
-from trunkline.evaluate.tasks import TASKS, Pieces, Prose, Texts, make_sample
-from trunkline.evaluate.tasks.filling import cut_front, fill_with
-from trunkline.evaluate.tasks.haystack import split_sentences
+from trunkline.evaluate import TASKS, TextHaystack
+from trunkline.evaluate.haystack import fill_exactly, split_sentences
+from trunkline.evaluate.piece_tokenizer import PieceTokenizer
+from trunkline.evaluate.prose import prose
+from trunkline.evaluate.samples import SampleMaker
+from trunkline.evaluate.seeded import SplitMix64
 
 TEXT = "It is 3.5 miles to the inn. Who goes there? 他走了。她来了\uff01\nA line\n\nAnother one. " + "endless " * 200
 
 
 def test_prose_is_varied_and_has_no_digits():
-    sentences = list(itertools.islice(Prose().sentences(Draws(0)), 2000))
+    sentences = list(itertools.islice(prose(SplitMix64(0)), 2000))
     assert len(set(sentences)) > 1950
     assert all(sentence[0] == " " and sentence[-1] == "." for sentence in sentences)
     assert not any(letter.isdigit() or letter in "{}" for sentence in sentences for letter in sentence)
@@ -29,13 +31,13 @@ def test_prose_is_varied_and_has_no_digits():
 
 @settings(deadline=None, max_examples=200)
 @given(st.text(alphabet="aB .!?。\uff01\n\"' ", max_size=300))
-def test_sentences_join_to_the_text(text):
+def test_joined_sentences_are_the_text(text):
     pieces = split_sentences(text)
     assert "".join(pieces) == text
     assert all(pieces)
 
 
-def test_texts_are_cut_where_sentences_and_lines_end():
+def test_texts_are_split_at_ends_of_sentences_and_lines():
     pieces = split_sentences(TEXT)
     assert pieces[:6] == [
         "It is 3.5 miles to the inn.", " Who goes there?", " 他走了。", "她来了\uff01\n", "A line\n\n", "Another one.",
@@ -48,15 +50,8 @@ def test_a_users_texts_are_the_haystack(tmp_path):
     (tmp_path / "a.txt").write_text("The first file has one sentence. And two.\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("The second file, that is “the last”.\n", encoding="utf-8")
     tokenizer = make_byte_tokenizer()
-    sample = make_sample(
-        TASKS["needle"],
-        Pieces(tokenizer),
-        Texts.read(["*.txt"], base=tmp_path),
-        length=3000,
-        index=0,
-        depths=(0.5,),
-        seed=0,
-    )
+    haystack = TextHaystack.read(["*.txt"], base=tmp_path)
+    sample = SampleMaker(PieceTokenizer(tokenizer), haystack, (0.5,), 0).make(TASKS["needle"], 3000, 0)
     text = tokenizer.decode(sample.ids)
     # In their order, and from the beginning again.
     assert "And two.\nThe second file, that is “the last”.\nThe first file" in text
@@ -67,22 +62,22 @@ def test_a_users_texts_are_the_haystack(tmp_path):
 
 def test_texts_without_text_are_refused():
     with pytest.raises(ValueError, match="haystack: the texts are empty"):
-        Texts(["", " \n"])
+        TextHaystack(["", " \n"])
 
 
 def test_a_haystack_without_tokens_is_refused():
-    pieces = Pieces(make_byte_tokenizer())
+    pieces = PieceTokenizer(make_byte_tokenizer())
     with pytest.raises(ValueError, match="haystack: its text has no tokens"):
-        fill_with(pieces, itertools.repeat(""), 10)
+        fill_exactly(pieces, itertools.repeat(""), 10)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2000), st.integers(0, 50))
-def test_filling_is_exact_and_whole_but_for_the_first(num_tokens, seed):
-    pieces = Pieces(make_byte_tokenizer())
-    filled = fill_with(pieces, Prose().sentences(Draws(seed)), num_tokens)
+def test_filling_is_exact_and_cuts_only_the_first_sentence(num_tokens, seed):
+    pieces = PieceTokenizer(make_byte_tokenizer())
+    filled = fill_exactly(pieces, prose(SplitMix64(seed)), num_tokens)
     assert sum(map(len, filled)) == num_tokens
-    sentences = [list(s.encode()) for s in itertools.islice(Prose().sentences(Draws(seed)), 100)]
+    sentences = [list(s.encode()) for s in itertools.islice(prose(SplitMix64(seed)), 100)]
     joined = [token for sentence in sentences for token in sentence]
     whole = [token for sentence in filled for token in sentence]
     if filled:
@@ -92,19 +87,23 @@ def test_filling_is_exact_and_whole_but_for_the_first(num_tokens, seed):
         assert any(joined[end - num_tokens : end] == whole for end in ends if end >= num_tokens)
 
 
-def test_cutting_the_front_takes_whole_sentences_too():
-    assert cut_front([[1, 2], [3], [4, 5]], 3) == [[4, 5]]
-    assert cut_front([[1, 2], [3], [4, 5]], 1) == [[2], [3], [4, 5]]
-    assert cut_front([[1, 2]], 2) == []
+@pytest.mark.parametrize(
+    ("sentences", "num_tokens", "kept"),
+    [(("12", "3", "45"), 5, "12 3 45"), (("12", "3", "45"), 4, "2 3 45"), (("1", "23456"), 3, "456"), (("1",), 0, "")],
+)
+def test_excess_is_cut_from_the_front(sentences, num_tokens, kept):
+    pieces = SimpleNamespace(encode_many=lambda texts, lines: [list(text) for text in texts])
+    found = fill_exactly(pieces, itertools.cycle(sentences), num_tokens)
+    assert " ".join(map("".join, found)) == kept
 
 
-def test_pieces_keep_the_ids_that_they_have_within_a_text():
+def test_ids_of_a_piece_are_those_within_a_text():
     """A tokenizer that marks the beginning of whatever it is given marks no piece so."""
 
     class Marking(SimpleNamespace):
         def __call__(self, texts, **settings):
             return {"input_ids": [[1, *text.encode()] for text in texts]}
 
-    pieces = Pieces(Marking(bos_token_id=None, unk_token_id=None))
+    pieces = PieceTokenizer(Marking(bos_token_id=None, unk_token_id=None))
     assert pieces.encode(" is") == list(b" is")
     assert pieces.encode_many(["A line", " goes"], lines=True) == [list(b"A line"), list(b" goes")]

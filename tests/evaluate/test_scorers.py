@@ -1,4 +1,4 @@
-"""A streamed model under evaluation: what the plain model says, for one forward a sample, and no trace left."""
+"""Streamed scorers: results of the plain model, one forward a sample, and state that is restored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_scores_are_those_of_the_plain_model(shape: tuple[int, int], budget: str
     assert not found.is_greedy[:, 0].any()
 
 
-def test_a_single_token_is_predicted_by_nothing() -> None:
+def test_a_single_token_has_no_score() -> None:
     model = trunkline.stream(build("llama"), chunk_size=16)
     found = StreamedScorer(model)(tokens(2, 1))
     assert found.log_probs.tolist() == [[0.0], [0.0]]
@@ -50,7 +50,7 @@ def test_a_single_token_is_predicted_by_nothing() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5, 7, 5, 4, 7), (6, 6), (3,)])
-def test_continuations_are_greedy_and_alone(lengths: tuple[int, ...]) -> None:
+def test_continuations_are_greedy_and_independent(lengths: tuple[int, ...]) -> None:
     model, prefix = build("llama"), tokens(1, 61)
     questions = [tokens(length, seed=length + number) for number, length in enumerate(lengths)]
     expected = PlainModel(model).continue_(prefix, questions, 9)
@@ -107,7 +107,7 @@ def test_one_prefill_serves_all_questions(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(found.outcomes) == 5
 
 
-def test_mode_gradients_and_random_state_are_put_back() -> None:
+def test_mode_gradients_and_random_state_are_restored() -> None:
     model = build("llama")
     trunkline.stream(model, chunk_size=16)
     frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))

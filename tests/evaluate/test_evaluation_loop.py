@@ -1,15 +1,26 @@
-"""Models whose answers are known beforehand: what is scored, how often the model runs, what is refused."""
+"""The evaluation loop with models whose answers are known: scores, number of forwards, refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from evaluators import Inducing, Knowing, PlainModel
+from evaluators import InductionModel, OracleModel, PlainModel
 from families import build
 
 from trunkline.data import make_byte_tokenizer
-from trunkline.evaluate import EvaluateProgress, EvaluateSettings, TokenDocument, TokenScores, evaluate
-from trunkline.evaluate.tasks import TASKS, Needle, Passkey, Pieces, Prose, make_sample
+from trunkline.evaluate import (
+    TASKS,
+    EvaluateProgress,
+    EvaluateSettings,
+    NeedleTask,
+    PasskeyTask,
+    TokenDocument,
+    TokenScores,
+    evaluate,
+)
+from trunkline.evaluate.piece_tokenizer import PieceTokenizer
+from trunkline.evaluate.prose import prose
+from trunkline.evaluate.samples import SampleMaker
 
 TOKENIZER = make_byte_tokenizer()
 DEPTHS = (0.0, 0.3, 0.7, 1.0)
@@ -20,19 +31,19 @@ def _settings(**changed):
 
 
 def _samples(settings):
-    pieces = Pieces(TOKENIZER)
+    maker = SampleMaker(PieceTokenizer(TOKENIZER), prose, settings.depths, settings.seed)
     return [
-        make_sample(task, pieces, Prose(), length=length, index=index, depths=settings.depths, seed=settings.seed)
+        maker.make(task, length, index)
         for task in settings.resolved_tasks
         for length in settings.lengths
         for index in range(settings.samples)
     ]
 
 
-def test_scores_are_what_the_model_knows_in_both_ways():
+def test_scores_of_both_ways_are_the_answers_the_model_knows():
     settings = _settings()
     samples = _samples(settings)
-    model = Knowing(samples, TOKENIZER, 3500)
+    model = OracleModel(samples, TOKENIZER, 3500)
     found = evaluate(model, TOKENIZER, settings, continuer=model.continue_)
     expected = {
         (sample.task, sample.length, sample.index, answer.key, answer.text): model.knows(sample, answer)
@@ -53,16 +64,16 @@ def test_a_sample_costs_one_forward_and_one_prefill_however_many_depths():
     for depths in (DEPTHS, tuple(i / 10 for i in range(11))):
         settings = _settings(depths=depths)
         samples = _samples(settings)
-        model = Knowing(samples, TOKENIZER, 10_000)
+        model = OracleModel(samples, TOKENIZER, 10_000)
         evaluate(model, TOKENIZER, settings, continuer=model.continue_)
         assert sorted(model.forwards) == sorted((1, sample.length) for sample in samples)
         assert sorted(model.prefills) == sorted(sample.prefix_length for sample in samples)
 
 
-def test_a_batch_has_as_many_samples_as_asked_and_the_same_scores():
+def test_batch_size_does_not_change_scores():
     one, many = _settings(samples=3), _settings(samples=3, batch_size=2)
     samples = _samples(one)
-    models = [Knowing(samples, TOKENIZER, 3500) for _ in range(2)]
+    models = [OracleModel(samples, TOKENIZER, 3500) for _ in range(2)]
     found = [evaluate(model, TOKENIZER, settings) for model, settings in zip(models, (one, many), strict=True)]
     assert found[0].outcomes == found[1].outcomes
     assert {shape[0] for shape in models[0].forwards} == {1}
@@ -70,12 +81,12 @@ def test_a_batch_has_as_many_samples_as_asked_and_the_same_scores():
     assert [shape[0] for shape in models[1].forwards] == [2, 1] * 2 * len(TASKS)
 
 
-@pytest.mark.parametrize("task", [Needle(num_digits=5), Passkey()])
-def test_reading_tokens_alone_finds_needles_within_the_window_and_only_those(task):
+@pytest.mark.parametrize("task", [NeedleTask(num_digits=5), PasskeyTask()])
+def test_an_induction_head_finds_exactly_the_needles_in_its_window(task):
     """No knowledge of samples here: a longest match over token ids, as an induction head finds it."""
     settings = EvaluateSettings(lengths=(1100,), depths=(0.0, 0.6, 1.0), tasks=(task,), samples=2)
     window = 560
-    model = Inducing(window)
+    model = InductionModel(window)
     found = evaluate(model, TOKENIZER, settings, continuer=model.continue_)
     # A question repeats its needle, so each token of the answer is as far from its like as the question is.
     distances = {
@@ -92,7 +103,7 @@ def test_reading_tokens_alone_finds_needles_within_the_window_and_only_those(tas
     assert not all(outcomes["generated"].values())
 
 
-def test_a_real_model_is_scored_by_its_own_logits():
+def test_log_probs_are_those_of_the_models_logits():
     """A tiny transformers model, unstreamed: log probabilities of answers equal those of its softmax in fp64."""
     model = build("llama", torch.float32, vocab_size=260, max_position_embeddings=4096)
     settings = EvaluateSettings(lengths=(1200,), depths=(0.0, 1.0), tasks=("needle",), samples=1)
@@ -110,7 +121,7 @@ def test_a_real_model_is_scored_by_its_own_logits():
     assert [len(outcome.text) > 0 for outcome in found.outcomes[2:]] == [True, True]
 
 
-def test_perplexity_of_documents_comes_with_the_tasks_or_alone():
+def test_perplexity_needs_no_tasks():
     def uniform(input_ids):
         log_probs = torch.full(input_ids.shape, -torch.log(torch.tensor(256.0)))
         log_probs[:, 0] = 0
@@ -125,9 +136,9 @@ def test_perplexity_of_documents_comes_with_the_tasks_or_alone():
         evaluate(None, TOKENIZER, _settings(), continuer=lambda *_: [], documents=documents)
 
 
-def test_progress_counts_to_the_end():
+def test_progress_counts_to_its_total():
     settings = _settings(tasks=("needle", "variables"), samples=3, batch_size=2)
-    model = Knowing(_samples(settings), TOKENIZER, 3500)
+    model = OracleModel(_samples(settings), TOKENIZER, 3500)
     seen: list[EvaluateProgress] = []
     evaluate(model, TOKENIZER, settings, continuer=model.continue_, progress=seen.append)
     assert {progress.total for progress in seen} == {24}
@@ -136,7 +147,7 @@ def test_progress_counts_to_the_end():
     assert (seen[-1].done, seen[-1].what) == (24, "")
 
 
-def test_lengths_that_are_too_short_are_refused_before_the_first_forward():
+def test_short_lengths_are_refused_before_the_first_forward():
     calls = []
     message = r"lengths: 600 tokens are too short for task 'passkey', which takes at least 9\d\d "
     with pytest.raises(ValueError, match=message):
@@ -144,7 +155,7 @@ def test_lengths_that_are_too_short_are_refused_before_the_first_forward():
     assert calls == []
 
 
-def test_models_that_answer_in_another_shape_are_refused():
+def test_results_of_a_wrong_shape_are_refused():
     def short(input_ids):
         shape = (input_ids.shape[0], input_ids.shape[1] - 1)
         return TokenScores(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
@@ -161,9 +172,9 @@ def test_models_that_answer_in_another_shape_are_refused():
     ("changed", "message"),
     [
         ({"tasks": ("needle", "hay")}, "tasks: there is no 'hay'"),
-        ({"tasks": ("needle", Needle(num_digits=3))}, "tasks: one is named twice"),
+        ({"tasks": ("needle", NeedleTask(num_digits=3))}, "tasks: one is named twice"),
         ({"lengths": (4096, 4096)}, "lengths: one is named twice"),
-        ({"lengths": (0,)}, "lengths: 0 is no number"),
+        ({"lengths": (0,)}, "lengths: .0,. is out of range. Set numbers of tokens above 0"),
         ({"depths": (0.5, 1.5)}, "depths: "),
         ({"depths": ()}, "depths: "),
         ({"samples": 0}, "samples: 0"),
@@ -172,6 +183,6 @@ def test_models_that_answer_in_another_shape_are_refused():
         ({"bin_width": 0}, "bin_width: 0"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(changed, message):
+def test_invalid_settings_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         _settings(**changed)

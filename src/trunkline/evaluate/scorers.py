@@ -1,30 +1,52 @@
-"""A streamed model as what evaluation asks of one: one forward scores a sequence, one prefill serves all questions.
+"""Models as evaluation calls them: two functions, and both for a streamed model.
 
-Over ranks every rank calls both alike, with the same tokens, and all get the same. Nothing of the model is other
-afterwards, nor is the random state: an evaluation between two training steps changes neither.
+Over ranks, every rank calls them alike, with the same tokens, and all get the same result. The model's mode and the
+random state are restored, so an evaluation between two training steps changes neither.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trunkline.api import streamed_forward
-from trunkline.evaluate.models import TokenScores
 from trunkline.generation.prefill import prefill
 from trunkline.hf.probe import most_tokens
 from trunkline.kv_cache.cache import StreamedCache
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Predictions of each token of given sequences.
+
+    Attributes:
+        log_probs: (B, S) fp32 natural logarithm of the probability of each token given earlier ones; 0 for the first.
+        is_greedy: (B, S) bool, whether the token was the most likely one; False for the first.
+    """
+
+    log_probs: Tensor
+    is_greedy: Tensor
+
+
+# A function of input_ids (B, S) int64 on the CPU, rows of one length without padding; scores are on any device.
+Scorer = Callable[[Tensor], TokenScores]
+
+# A function of (prefix_ids (1, S) int64 on the CPU, continuations, each (n,) int64 with n >= 1, max_new_tokens). It
+# reads the prefix once and returns the greedy tokens behind each continuation alone; fewer than max_new_tokens where
+# the model ends its text or has no positions left.
+Continuer = Callable[[Tensor, Sequence[Tensor], int], list[list[int]]]
+
+
 class StreamedScorer:
-    """See `trunkline.evaluate.Scorer`: one forward sweep a call.
+    """Scorer of a streamed model: one forward sweep a call.
 
     Args:
-        model: streamed, in either mode.
+        model: a streamed model, in training or evaluation mode.
 
     Raises:
         ValueError: the model is not streamed.
@@ -34,21 +56,21 @@ class StreamedScorer:
         self._model, self._forward = model, streamed_forward(model, "evaluate")
 
     def __call__(self, input_ids: Tensor) -> TokenScores:
-        """See `Scorer`."""
+        """Return the scores of sequences; see `Scorer`."""
         if input_ids.shape[1] < 2:  # there is nothing to predict
             return TokenScores(torch.zeros(input_ids.shape), torch.zeros(input_ids.shape, dtype=torch.bool))
         ids = input_ids.to(self._forward.decoder.device)
         with evaluating(self._model):
             log_probs, is_greedy = self._forward.score(input_ids=ids, labels=ids)
-        # There a position has what is said of the token after it, and the last one nothing.
+        # `score` puts the score of a token at the position that predicts it: shift right by one.
         return TokenScores(pad(log_probs[:, :-1], (1, 0)), pad(is_greedy[:, :-1] > 0, (1, 0)))
 
 
 class StreamedContinuer:
-    """See `trunkline.evaluate.Continuer`: one prefill a call; questions of one length go on from it together.
+    """Continuer of a streamed model: one prefill a call; questions of one length are decoded together.
 
     Args:
-        model: streamed, in either mode.
+        model: a streamed model, in training or evaluation mode.
         stop: token ids that end a text; None for those of the model's generation config.
 
     Raises:
@@ -57,27 +79,30 @@ class StreamedContinuer:
 
     def __init__(self, model: nn.Module, stop: Collection[int] | None = None) -> None:
         self._model, self._forward = model, streamed_forward(model, "evaluate")
-        self._stop = frozenset(_end_of_text(self._forward.decoder.model) if stop is None else stop)
+        if stop is None:
+            config = getattr(self._forward.decoder.model, "generation_config", None)
+            eos = getattr(config, "eos_token_id", None)
+            stop = [] if eos is None else [eos] if isinstance(eos, int) else eos
+        self._stop = frozenset(stop)
 
     def __call__(self, prefix_ids: Tensor, continuations: Sequence[Tensor], max_new_tokens: int) -> list[list[int]]:
-        """See `Continuer`."""
-        lengths = sorted({len(ids) for ids in continuations})
-        found: list[list[int]] = [[] for _ in continuations]
+        """Return the greedy tokens behind each continuation; see `Continuer`."""
+        generated: list[list[int]] = [[] for _ in continuations]
         with evaluating(self._model):
             cache = prefill(self._model, prefix_ids.to(self._forward.decoder.device))
-            for length in lengths:
+            for length in sorted({len(ids) for ids in continuations}):
                 numbers = [number for number, ids in enumerate(continuations) if len(ids) == length]
-                rows = self._go_on(cache.fork(), torch.stack([continuations[n] for n in numbers]), max_new_tokens)
+                rows = self._decode(cache.fork(), torch.stack([continuations[n] for n in numbers]), max_new_tokens)
                 for number, row in zip(numbers, rows, strict=True):
-                    found[number] = row
-        return found
+                    generated[number] = row
+        return generated
 
-    def _go_on(self, cache: StreamedCache, ids_BS: Tensor, max_new_tokens: int) -> list[list[int]]:
-        """Greedy, as a plain loop: a generation config may hold penalties and the like, which are not the model."""
+    def _decode(self, cache: StreamedCache, ids_BS: Tensor, max_new_tokens: int) -> list[list[int]]:
+        # A plain greedy loop: a generation config may hold penalties, which are not the model.
         rows: list[list[int]] = [[] for _ in ids_BS]
         ended = torch.zeros(len(rows), dtype=torch.bool)
         new_BS = ids_BS.to(self._forward.decoder.device)
-        most = most_tokens(self._forward.decoder)  # of a learned table: the last new token is not read itself
+        most = most_tokens(self._forward.decoder)  # of a table of positions; the last new token is not read itself
         room = max_new_tokens if most is None else max(1, most - cache.length - ids_BS.shape[1] + 1)
         for _ in range(min(max_new_tokens, room)):
             prefill(self._model, new_BS, cache=cache)
@@ -94,11 +119,7 @@ class StreamedContinuer:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module's mode and the random state are what they were.
-
-    Args:
-        model: the model.
-    """
+    """Put a model into evaluation mode without gradients; restore every module's mode and the random state on exit."""
     modes = [(module, module.training) for module in model.modules()]
     device = streamed_forward(model, "evaluate").decoder.device
     model.eval()
@@ -108,8 +129,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _end_of_text(model: nn.Module) -> list[int]:
-    found = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,7 +1,7 @@
-"""Plain English sentences without end, for haystacks: a small grammar, no numerals, nothing anyone has trained on.
+"""Endless plain English sentences for haystacks, from a small grammar without numerals.
 
-Repeated filler makes needles stand out, and texts from the world may be known by heart. These sentences have sense
-one by one, share words with each other, and come in more than 10^9 forms.
+Repeated filler makes needles stand out, and a model may know published texts by heart. Each sentence here makes sense
+on its own, sentences share their words, and there are more than 10^9 of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trunkline.evaluate.draws import Draws
+from trunkline.evaluate.seeded import SplitMix64
 
 _LISTS = {
     "who": (
@@ -83,11 +83,11 @@ _FORMS = (
 _PARTS = [re.split(r"\{(\w+)\}", form) for form in _FORMS]
 
 
-def prose(draws: Draws) -> Iterator[str]:
-    """Yield sentences without end, each with a space in front of it.
+def prose(draws: SplitMix64) -> Iterator[str]:
+    """Yield endless made-up sentences, each with a leading space.
 
     Args:
-        draws: what decides them.
+        draws: generator of the sentences.
     """
     while True:
         words = [draws.choice(_WORDS[part]) if i % 2 else part for i, part in enumerate(draws.choice(_PARTS))]

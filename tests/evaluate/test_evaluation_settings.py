@@ -1,4 +1,4 @@
-"""How lengths and depths are written, and texts become documents whose loss is measured."""
+"""Settings of an evaluation, documents that are measured, and the folder that is written."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from trunkline.evaluate import (
     EvaluateSettings,
     Evaluation,
     PerplexityMeter,
-    TokenScores,
     even_depths,
     parse_length,
     token_documents,
     write_folder,
 )
-from trunkline.evaluate.settings import DEFAULT_THRESHOLD
+from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD
 
 
 @pytest.mark.parametrize(
@@ -30,17 +29,17 @@ from trunkline.evaluate.settings import DEFAULT_THRESHOLD
     [("4096", 4096), (4096, 4096), ("4K", 4096), ("4k", 4096), (" 1M ", 2**20), ("1.5K", 1536), ("32_768", 32768),
      ("32,768", 32768)],
 )  # fmt: skip
-def test_lengths_are_read(text: int | str, tokens: int) -> None:
+def test_lengths_are_parsed(text: int | str, tokens: int) -> None:
     assert parse_length(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "0", "-4K", "1.0001K", "1.5", True, "1e3"])
-def test_what_is_no_length(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of tokens; write 4096, 4K or 1M"):
         parse_length(text)
 
 
-def test_depths_are_even() -> None:
+def test_even_depths_and_defaults() -> None:
     assert even_depths(1) == (0.5,)
     assert even_depths(3) == (0.0, 0.5, 1.0)
     assert even_depths(11) == EvaluateSettings((4096,)).depths
@@ -56,12 +55,12 @@ def test_depths_are_even() -> None:
         ({"tasks": "needle"}, "tasks: 'needle'. Set a tuple of tasks or their names"),
     ],
 )
-def test_one_value_where_several_are_wanted(given: dict[str, Any], message: str) -> None:
+def test_a_single_value_instead_of_a_tuple_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EvaluateSettings(**{"lengths": (4096,), **given})
 
 
-def test_documents_are_cut_as_for_training_and_lose_nothing() -> None:
+def test_documents_are_cut_as_for_training_and_no_token_is_dropped() -> None:
     encoder = load_encoder("bytes")
     documents = [Document("a", "x" * 20), Document("b", "y" * 7), Document("c", "z" * 8)]
     found = token_documents(documents, encoder, most_tokens=8)
@@ -76,14 +75,13 @@ def test_documents_are_cut_as_for_training_and_lose_nothing() -> None:
 
 def losses() -> Evaluation:
     meter = PerplexityMeter()
-    none = torch.zeros(1, 4, dtype=torch.bool)
-    meter.add(TokenScores(torch.tensor([[0.0, -1.0, -2.0, -3.0]]), none), [["a"]])
-    meter.add(TokenScores(torch.tensor([[0.0, -6.0]]), none[:, :2]), [["b"]])
-    meter.add(TokenScores(torch.tensor([[0.0]]), none[:, :1]), [["c"]])
+    meter.add("a", torch.tensor([0.0, -1.0, -2.0, -3.0]))
+    meter.add("b", torch.tensor([0.0, -6.0]))
+    meter.add("c", torch.tensor([0.0]))
     return Evaluation(EvaluateSettings((), ()), (), tuple(meter.by_position()), tuple(meter.by_document()))
 
 
-def test_the_mean_is_over_tokens() -> None:
+def test_mean_loss_is_over_tokens() -> None:
     mean = losses().mean_loss
     assert mean is not None
     assert (mean.num_tokens, mean.loss) == (4, 3.0)
@@ -91,7 +89,7 @@ def test_the_mean_is_over_tokens() -> None:
     assert Evaluation(EvaluateSettings((), ()), ()).mean_loss is None
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "deep" / "out"
     written = write_folder(losses(), folder)
     assert sorted(written.files) == ["perplexity.csv", "perplexity.png", "results.json", "table.txt"]

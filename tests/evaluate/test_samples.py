@@ -1,4 +1,4 @@
-"""Samples: exact lengths, known places of answers, needles at their depths, the same everywhere, any tokenizer."""
+"""Samples with any tokenizer: exact lengths, positions of answers, depths of needles, reproducibility."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from trunkline.data import make_byte_tokenizer
-from trunkline.evaluate.draws import Draws
-from trunkline.evaluate.tasks import TASKS, CommonWords, Pieces, Prose, VariableTracking, least_length, make_sample
-from trunkline.evaluate.tasks.prose import prose
+from trunkline.evaluate import TASKS, NeedleTask, VariableTask
+from trunkline.evaluate.piece_tokenizer import PieceTokenizer
+from trunkline.evaluate.prose import prose
+from trunkline.evaluate.samples import SampleMaker
+from trunkline.evaluate.seeded import SplitMix64
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-NEEDLES = [name for name in TASKS if name != "common-words"]
 
 
 def _train(backend, trainer):
-    texts = list(itertools.islice(prose(Draws("tokenizer")), 300))
+    texts = list(itertools.islice(prose(SplitMix64("tokenizer")), 300))
     digits = [f" {n} VAR {n * 7919} = badrul." for n in range(300)]
     backend.train_from_iterator([*texts, *digits, "ABCDEFGHIJKLMNOPQRSTUVWXYZ abcdefghijklmnopqrstuvwxyz: ,"], trainer)
     return backend
@@ -79,7 +80,7 @@ def tokenizer(request):
 
 def _make(task, tokenizer, length=6000, index=0, depths=DEPTHS, seed=0):
     task = TASKS[task] if isinstance(task, str) else task
-    return make_sample(task, Pieces(tokenizer), Prose(), length=length, index=index, depths=depths, seed=seed)
+    return SampleMaker(PieceTokenizer(tokenizer), prose, depths, seed).make(task, length, index)
 
 
 def _text(tokenizer, ids):
@@ -87,12 +88,12 @@ def _text(tokenizer, ids):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_lengths_are_exact_and_answers_stand_where_they_are_said_to(task, tokenizer):
+def test_lengths_and_positions_of_answers_are_exact(task, tokenizer):
     for length in (6000, 6001, 9999):
         sample = _make(task, tokenizer, length)
         assert sample.ids.shape == (length,)
         assert sample.ids.dtype == torch.int64
-        assert len(sample.answers) == (10 if task == "common-words" else len(DEPTHS))
+        assert len(sample.answers) == len(DEPTHS)
         for answer in sample.answers:
             found = _text(tokenizer, sample.ids[answer.start : answer.stop])
             assert "".join(found.split()) == answer.text
@@ -103,7 +104,7 @@ def test_lengths_are_exact_and_answers_stand_where_they_are_said_to(task, tokeni
         assert sample.answers[-1].stop == length - 1
 
 
-def test_a_tokenizer_that_joins_words_really_does():
+def test_the_merging_tokenizer_merges_across_words():
     """What the test above is for: this tokenizer's own ids of the text have borders elsewhere."""
     tokenizer = _merging()
     sample = _make("needle", tokenizer)
@@ -113,20 +114,20 @@ def test_a_tokenizer_that_joins_words_really_does():
 
 @pytest.mark.parametrize("maker", [make_byte_tokenizer, _byte_bpe])
 @pytest.mark.parametrize("task", TASKS)
-def test_joined_ids_are_those_of_the_joined_text(task, maker):
+def test_joined_ids_are_the_ids_of_the_joined_text(task, maker):
     """Where a tokenizer cuts words apart first, samples are what it makes of their text: natural to the model."""
     tokenizer = maker()
     sample = _make(task, tokenizer)
-    num_bos = len(Pieces(tokenizer).bos)
+    num_bos = len(PieceTokenizer(tokenizer).bos)
     # The haystack's first sentence is cut anywhere in a word, and a piece of one has no other ids than it has here.
     tail = sample.ids[2000:].tolist()
     own = tokenizer(_text(tokenizer, tail), add_special_tokens=False, truncation=False)["input_ids"]
     assert sum(a == b for a, b in zip(reversed(own), reversed(tail), strict=False)) >= len(tail) - 2
-    assert sample.ids[:num_bos].tolist() == list(Pieces(tokenizer).bos)
+    assert sample.ids[:num_bos].tolist() == list(PieceTokenizer(tokenizer).bos)
 
 
-@pytest.mark.parametrize("task", NEEDLES)
-def test_needles_stand_at_their_depths_and_say_the_answer(task, tokenizer):
+@pytest.mark.parametrize("task", TASKS)
+def test_needles_hold_the_answer_and_stand_at_their_depths(task, tokenizer):
     sample = _make(task, tokenizer, 12_000)
     answers = sorted(sample.answers, key=lambda answer: answer.depth)
     assert [answer.depth for answer in answers] == list(DEPTHS)
@@ -143,7 +144,7 @@ def test_needles_stand_at_their_depths_and_say_the_answer(task, tokenizer):
 
 
 @pytest.mark.parametrize("task", ["needle", "passkey", "multikey"])
-def test_a_question_repeats_its_needle_word_for_word(task, tokenizer):
+def test_a_question_repeats_its_needle_token_by_token(task, tokenizer):
     sample = _make(task, tokenizer)
     for question in sample.questions:
         (answer,) = question.answers
@@ -152,7 +153,7 @@ def test_a_question_repeats_its_needle_word_for_word(task, tokenizer):
         assert sample.ids[start : start + len(asked)].tolist() == asked
 
 
-def test_answers_are_nowhere_but_in_their_needles_and_answers():
+def test_answers_occur_only_in_their_needle_and_answer():
     tokenizer = make_byte_tokenizer()
     for task in ("needle", "multikey", "multiquery", "multivalue", "passkey"):
         sample = _make(task, tokenizer, 20_000)
@@ -161,13 +162,13 @@ def test_answers_are_nowhere_but_in_their_needles_and_answers():
             assert text.count(answer.text) == (3 if task == "passkey" else 2)
 
 
-def test_questions_do_not_come_in_the_order_of_the_needles():
+def test_questions_are_in_another_order_than_needles():
     orders = [[a.depth for a in _make("needle", make_byte_tokenizer(), index=i).answers] for i in range(4)]
     assert all(order != sorted(order) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
 
 
-def test_variables_are_chains_and_the_answer_is_whoever_has_the_value():
+def test_variables_of_a_chain_are_the_answer():
     tokenizer = make_byte_tokenizer()
     depths = tuple(i / 9 for i in range(10))
     sample = _make("variables", tokenizer, 9000, depths=depths)
@@ -194,35 +195,35 @@ def test_values_of_one_name_are_spread_over_the_text():
     assert all(len({a.key for a in question.answers}) == 1 for question in sample.questions)
 
 
-def test_common_words_are_the_most_frequent_ones():
-    tokenizer = make_byte_tokenizer()
-    task = CommonWords(num_common=4, frequency=20, rare=3)
-    sample = _make(task, tokenizer, 8000)
-    text = _text(tokenizer, sample.prefix[0])
-    words = text.split("its end.")[-1].split("asked for at")[-1].split(".")[0].split()
-    counts = {word: words.count(word) for word in set(words)}
-    common = [answer.text for answer in sample.answers]
-    assert common == sorted(common)
-    # One may have lost its first letters to the length.
-    assert sorted(counts[word] for word in common) in ([20] * 4, [19, 20, 20, 20])
-    assert max(count for word, count in counts.items() if word not in common) == 3
+def test_questions_of_several_names_are_answered_in_their_order():
+    sample = _make("multiquery", make_byte_tokenizer())
+    assert sorted(len(question.answers) for question in sample.questions) == [2, 3]
+    text = make_byte_tokenizer().decode(sample.ids)
+    for question in sample.questions:
+        names, numbers = (", ".join(getattr(a, field) for a in question.answers) for field in ("key", "text"))
+        assert f" The numbers of {names}, in this order, are {numbers}." in text
 
 
-def test_samples_are_the_same_in_any_order_and_on_every_machine():
+def test_several_names_with_several_numbers_are_refused():
+    with pytest.raises(ValueError, match="set only one of them above 1"):
+        NeedleTask(names_per_question=2, numbers_per_name=2)
+
+
+def test_samples_are_reproducible():
     tokenizer = make_byte_tokenizer()
     torch.manual_seed(3)
     first = {(task, i): _make(task, tokenizer, index=i).ids for task in TASKS for i in (0, 1)}
     torch.manual_seed(4)
-    pieces = Pieces(tokenizer)
+    maker = SampleMaker(PieceTokenizer(tokenizer), prose, DEPTHS[::-1], 0)
     for task, i in reversed(first):
-        again = make_sample(TASKS[task], pieces, Prose(), length=6000, index=i, depths=DEPTHS[::-1], seed=0)
+        again = maker.make(TASKS[task], 6000, i)
         assert torch.equal(again.ids, first[task, i])
     digest = hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in first.values())).hexdigest()
     # Written down when this was first run: scores of earlier versions stay comparable as long as it holds.
     assert digest[:16] == "55224d102b1e1b13"
 
 
-def test_seed_index_and_length_make_other_samples():
+def test_seed_index_and_length_change_the_sample():
     tokenizer = make_byte_tokenizer()
     made = [
         _make("needle", tokenizer),
@@ -235,23 +236,23 @@ def test_seed_index_and_length_make_other_samples():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_length_too_short_is_refused_with_the_least_one_that_is_not(task):
+def test_a_short_length_is_refused_and_the_least_length_named(task):
     """A shorter length is another sample with other names, so the least is asked for anew until it is reached."""
-    pieces = Pieces(make_byte_tokenizer())
+    maker = SampleMaker(PieceTokenizer(make_byte_tokenizer()), prose, DEPTHS, 0)
 
     def least(length):
-        return least_length(TASKS[task], pieces, Prose(), length=length, index=0, depths=DEPTHS, seed=0)
+        return maker.least_length(TASKS[task], length, 0)
 
     length = next(length for length in range(100, 20_000) if length >= least(length))
-    sample = make_sample(TASKS[task], pieces, Prose(), length=length, index=0, depths=DEPTHS, seed=0)
+    sample = maker.make(TASKS[task], length, 0)
     assert len(sample.ids) == length
     with pytest.raises(ValueError, match=rf"lengths: {length - 1:,} tokens .*{least(length - 1):,}"):
-        make_sample(TASKS[task], pieces, Prose(), length=length - 1, index=0, depths=DEPTHS, seed=0)
+        maker.make(TASKS[task], length - 1, 0)
 
 
 def test_variables_need_two_depths():
     with pytest.raises(ValueError, match="depths: task 'variables' needs 2"):
-        _make(VariableTracking(), make_byte_tokenizer(), depths=(0.5,))
+        _make(VariableTask(), make_byte_tokenizer(), depths=(0.5,))
 
 
 def test_a_tokenizer_that_cannot_write_answers_is_refused():
