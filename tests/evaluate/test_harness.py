@@ -276,8 +276,8 @@ def test_invalid_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
     for settings, message in (
         ({}, "give either pretrained"),
         ({"pretrained": folder, "model": model}, "give either pretrained"),
-        ({"pretrained": folder, "chunk": 3}, "chunk is no setting of the model 'trunkline': did you mean chunk_size"),
-        ({"pretrained": folder, "trust_remote_code": True}, "trust_remote_code is no setting"),
+        ({"pretrained": folder, "chunk": 3}, r"chunk is not a setting of stream\(\): did you mean chunk_size"),
+        ({"pretrained": folder, "trust_remote_code": True}, "trust_remote_code is not a setting"),
         ({"pretrained": folder, "tokenizer": "other"}, "that of pretrained is in its folder"),
         ({"pretrained": folder, "batch_size": "auto"}, "batch_size='auto'"),
         ({"pretrained": folder, "share_prefill": "no"}, "share_prefill='no'"),

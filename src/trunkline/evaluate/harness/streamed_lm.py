@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import os
 import warnings
 from collections import defaultdict
@@ -25,7 +23,7 @@ from typing_extensions import override
 
 import trunkline
 from trunkline.api import streamed_forward
-from trunkline.config import declared_settings
+from trunkline.config import resolve_config
 from trunkline.data.tokenizers import Tokens, encoder_of
 from trunkline.evaluate.harness.continuations import Continuation, LogLikelihood, score_continuations
 from trunkline.generation.loading import load_model
@@ -89,12 +87,14 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             raise ValueError("give either pretrained, a folder with a model, or model, one that is streamed.")
         if model is None:
             assert pretrained is not None
-            _check_settings(stream, tokenizer)
+            if tokenizer is not None:
+                raise ValueError("tokenizer goes with model: that of pretrained is in its folder.")
+            config = resolve_config(None, stream)  # before the weights are loaded
             if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
                 warnings.warn(f"device={device!r}, the harness's default, does not exist: using cpu.", stacklevel=2)
                 device = "cpu"
             model, encoder = load_model(pretrained, dtype=dtype, device=device or "auto")
-            trunkline.stream(model, **stream)
+            trunkline.stream(model, config)
         else:
             if stream or dtype != "auto" or device is not None:
                 name = next(iter(stream), "dtype" if dtype != "auto" else "device")
@@ -294,15 +294,3 @@ def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{name}={value!r}: give a positive whole number.")
     return int(text)
-
-
-def _check_settings(stream: dict[str, Any], tokenizer: Any) -> None:
-    if tokenizer is not None:
-        raise ValueError("tokenizer goes with model: that of pretrained is in its folder.")
-    known = [declared.name for declared in declared_settings() if declared.setting.in_recipe]
-    own = [name for name in inspect.signature(StreamedLM.__init__).parameters if name not in ("self", "stream")]
-    for name in stream:
-        if name not in known:
-            close = difflib.get_close_matches(name, known + own, 1)
-            mend = f"did you mean {close[0]}?" if close else f"choose out of {', '.join(own + known)}."
-            raise ValueError(f"{name} is no setting of the model 'trunkline': {mend}")
