@@ -1,4 +1,4 @@
-"""Evaluation between steps: what it finds, where it is written, and that training does not notice."""
+"""Evaluation between steps: results, files, and losses of training that do not change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("generated", [False, True])
-def test_losses_are_those_of_a_run_without_it_bit_for_bit(texts: Path, generated: bool) -> None:
+def test_evaluation_does_not_change_losses_by_a_bit(texts: Path, generated: bool) -> None:
     # Dropout of the residual stream draws in every step; a draw too many would show in the next loss.
     model = {"preset": "gpt-1.2b", "dtype": "float32",
              "overrides": {"n_layer": 2, "n_embd": 32, "n_head": 2, "resid_pdrop": 0.1}}  # fmt: skip
@@ -87,7 +87,7 @@ def weights(result: TrainResult) -> dict[str, torch.Tensor]:
     return load_file(result.output / "model" / "model.safetensors")
 
 
-def test_what_is_written_and_said(texts: Path) -> None:
+def test_files_and_lines_of_evaluations(texts: Path) -> None:
     recipe = make(texts, evaluate=section(texts, lengths=[650, 700]))
     result, said = run(recipe)
     found = lines(result.output / "evaluations.jsonl")
@@ -131,7 +131,7 @@ def evaluator_for(recipe: Recipe, notes: list[str] | None = None) -> Evaluator:
     return Evaluator(recipe, load_encoder("bytes"), find_files(recipe.data.files), tell)
 
 
-def test_the_loss_is_that_of_training_on_the_same_tokens(texts: Path) -> None:
+def test_loss_is_the_training_loss_of_the_same_tokens(texts: Path) -> None:
     for number in range(2):  # whole samples, so that training drops nothing of them
         path = texts / "corpus" / f"{number}.txt"
         path.write_text(path.read_text()[: 2 * CONTEXT - 1])
@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_training_on_the_same_tokens(texts: Path) -> None:
     assert "2 of 2 are in data.files, too" in notes[0]
 
 
-def test_the_next_step_does_not_count_it(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_does_not_count_the_evaluation(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = {"device_budget": "150KiB", "offload_dir": str(texts), "disk_budget": "64MiB"}
     recipe = make(texts, evaluate=section(texts, tasks=[]), **budgets, chunk_size=32)
     trainer, evaluator = trainer_for(recipe), evaluator_for(recipe)
@@ -172,7 +172,7 @@ def test_the_next_step_does_not_count_it(texts: Path, monkeypatch: pytest.Monkey
     assert 0 < record.seconds < 500
 
 
-def test_it_is_due_every_so_often_and_at_the_end(texts: Path) -> None:
+def test_evaluations_are_due_regularly_and_after_the_last_step(texts: Path) -> None:
     evaluator = evaluator_for(make(texts, steps=7, evaluate=section(texts, every=3)))
     assert [step for step in range(1, 8) if evaluator.is_due(step)] == [3, 6, 7]
     info = RunHeader([], 7, 1, 1, 0.5, evaluate_every=3)
@@ -191,19 +191,19 @@ def test_it_is_due_every_so_often_and_at_the_end(texts: Path) -> None:
         ({"haystack": ["nowhere"]}, r"evaluate\.haystack: 'nowhere' does not exist"),
     ],
 )
-def test_mistakes_are_told_before_the_first_step(texts: Path, more: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused_before_the_first_step(texts: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(make(texts, evaluate=section(texts, **more)))
     assert not list(texts.glob("run*"))
 
 
-def test_lengths_beyond_a_learned_table_are_refused_and_beyond_the_context_noted(texts: Path) -> None:
+def test_lengths_beyond_positions_are_refused_and_beyond_context_noted(texts: Path) -> None:
     gpt = {"preset": "gpt-1.2b", "dtype": "float32", "overrides": {"n_layer": 1, "n_embd": 32, "n_head": 2}}
     with pytest.raises(RecipeError, match=r"evaluate\.lengths: .*700 learned positions and was given 701 .*or less"):
         run(make(texts, model=gpt, evaluate=section(texts, lengths=[701])))
     notes: list[str] = []
     evaluator_for(make(texts, evaluate=section(texts, lengths=[1400])), notes)
-    assert notes == ["note: evaluate.lengths: 1,400 is longer than context; whether that fits is not rehearsed"]
+    assert notes == ["note: evaluate.lengths: 1,400 is longer than context; its memory is not estimated"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_lengths_beyond_a_learned_table_are_refused_and_beyond_the_context_noted
         ({"every": 1, "threshold": 0}, r"evaluate\.threshold: 0\.0 is out of range"),
     ],
 )
-def test_settings_that_mean_nothing(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     path = tmp_path / "recipe.yaml"
     base = {"model": {"preset": "tiny-llama"}, "data": {"files": ["stdlib"]}, "context": 64, "steps": 1, "output": "x"}
     path.write_text(json.dumps({**base, "evaluate": given}))
@@ -225,7 +225,7 @@ def test_settings_that_mean_nothing(tmp_path: Path, given: dict[str, Any], messa
         load_recipe(path)
 
 
-def test_lists_are_written_as_people_do(texts: Path) -> None:
+def test_lists_may_be_text_with_commas(texts: Path) -> None:
     given = {"every": 1, "lengths": "4K, 1M", "tasks": "needle,passkey", "files": "a.txt"}
     recipe = make(texts, evaluate=given)
     assert recipe.evaluate.lengths == (4096, 2**20)
@@ -243,13 +243,13 @@ def record(**more: Any) -> EvaluationRecord:
     return EvaluationRecord(**{**given, **more})
 
 
-def test_it_is_turned_off_by_null() -> None:
+def test_null_turns_evaluation_off() -> None:
     """Also where a recipe has everything else about it: on the command line, say."""
     section = EvaluateSection.model_validate({"every": None, "files": ["a.txt"], "tasks": ["needle"]})
     assert section.every is None
 
 
-def test_the_line_of_an_evaluation() -> None:
+def test_evaluation_as_one_line() -> None:
     assert evaluation_text(record()) == (
         "loss 2.0000  perplexity 7.389  needle 75.0%  effective 4K  generated: needle 0.0%"
     )
@@ -263,7 +263,7 @@ def rendered(display: LiveDisplay) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_panel_shows_it() -> None:
+def test_live_display_shows_evaluations() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=110, color_system=None)
     display = LiveDisplay(console)
     display.begin(RunHeader([], 5, 1, 1, 0.5, evaluate_every=2))

@@ -1,8 +1,8 @@
-"""Evaluation on the way: the model that is being trained, on the same ranks, between two of its steps.
+"""Evaluation between two training steps, of the same streamed model on the same ranks.
 
-It costs the time of its forwards and leaves no trace in what follows: mode and random state are put back, the clock and
-the meters of steps do not count it, and the losses of later steps are those of a run without it, bit for bit. Memory is
-that of a forward sweep, so it fits where a step of the same length does. Replicas all evaluate the same.
+It does not change later losses by a bit: mode and random state are restored, and the clock and the statistics of steps
+leave it out. Memory is that of a forward sweep, so it fits where a step of the same length does. Replicas all evaluate
+the same samples.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from trunkline.train.settings import RecipeError
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """What an evaluation found, in short. The fields are the keys of a line of `evaluations.jsonl`.
+    """Summary of an evaluation; its fields are the keys of a line of `evaluations.jsonl`.
 
     Attributes:
-        step: Step after which it was, counted from 1.
-        seconds: That it took.
-        loss: Mean over all tokens of the held-out files, in nats a token; None where there are none.
-        perplexity: Exponential of the loss; None also where that is beyond all numbers.
-        loss_tokens: Tokens that the mean is over.
-        scores: Share of answers retrieved, of each way (`forced`, `generated`) and task, by length.
-        effective_length: Of each way; None where the shortest length is below the threshold.
+        step: step before the evaluation, counted from 1.
+        seconds: duration of the evaluation.
+        loss: mean over all tokens of the held-out files, in nats a token; None without files.
+        perplexity: exponential of the loss; None without files and where it overflows.
+        loss_tokens: predicted tokens of the held-out files.
+        scores: share of answers retrieved by way (`forced`, `generated`), task and length.
+        effective_length: effective length by way; None where the shortest length is below the threshold.
     """
 
     step: int
@@ -59,17 +59,17 @@ class EvaluationRecord:
     effective_length: dict[str, int | None]
 
     @classmethod
-    def of(cls, found: Evaluation, *, step: int, seconds: float) -> EvaluationRecord:
-        """Sum an evaluation up."""
-        mean = found.mean_loss
+    def of(cls, evaluation: Evaluation, *, step: int, seconds: float) -> EvaluationRecord:
+        """Summarize an evaluation."""
+        mean = evaluation.mean_loss
         return cls(
             step=step,
             seconds=seconds,
             loss=None if mean is None else mean.loss,
             perplexity=mean.perplexity if mean is not None and math.isfinite(mean.perplexity) else None,
             loss_tokens=0 if mean is None else mean.num_tokens,
-            scores={way: found.task_scores(way) for way in found.ways},
-            effective_length={way: found.effective_length(way) for way in found.ways},
+            scores={way: evaluation.task_scores(way) for way in evaluation.ways},
+            effective_length={way: evaluation.effective_length(way) for way in evaluation.ways},
         )
 
     def to_json(self) -> str:
@@ -78,7 +78,7 @@ class EvaluationRecord:
 
 
 def evaluation_text(record: EvaluationRecord) -> str:
-    """Return what a person reads of an evaluation: a loss, of each task the mean over lengths, the effective length."""
+    """Return an evaluation as one line: loss, mean score of each task over lengths, effective length."""
     parts = []
     if record.loss is not None:
         parts.append(f"loss {record.loss:.4f}")
@@ -87,23 +87,23 @@ def evaluation_text(record: EvaluationRecord) -> str:
         shares = [f"{task} {sum(by_length.values()) / len(by_length):.1%}" for task, by_length in tasks.items()]
         parts.append(f"{'generated: ' if way == 'generated' else ''}{'  '.join(shares)}")
         lengths = sorted({length for by_length in tasks.values() for length in by_length})
-        if len(lengths) > 1:  # of a single one the share says it
+        if len(lengths) > 1:
             reached = record.effective_length[way]
             parts.append(f"effective {f'below {length_text(lengths[0])}' if reached is None else length_text(reached)}")
     return "  ".join(parts)
 
 
 class Evaluator:
-    """Evaluates a streamed model as a recipe says. What is wrong with that is found when it is made.
+    """Evaluation of a streamed model by a recipe; the constructor checks its settings and files.
 
     Args:
-        recipe: `evaluate.every` is set.
-        encoder: Its tokenizer.
-        trained_on: Files of `data.files`.
-        tell: Told of what a person should know.
+        recipe: a recipe with `evaluate.every`.
+        encoder: tokenizer of the recipe.
+        trained_on: files of `data.files`.
+        tell: called with notes for the user.
 
     Raises:
-        ValueError: A length is too short for a task, or a file is not there.
+        ValueError: a length is too short for a task, or a file does not exist.
     """
 
     def __init__(
@@ -116,8 +116,10 @@ class Evaluator:
         files = find_files(section.files, setting="evaluate.files") if section.files else []
         seen = sorted(str(path) for path in set(files) & set(trained_on))
         if seen:
-            tell(f"note: evaluate.files: {len(seen)} of {len(files)} are in data.files, too, such as '{seen[0]}': the "
-                 "loss of what was trained on says little")  # fmt: skip
+            tell(
+                f"note: evaluate.files: {len(seen)} of {len(files)} are in data.files, too, such as '{seen[0]}': the "
+                "loss of training data says little"
+            )
         documents = read_documents(files, text_field=recipe.data.text_field, setting="evaluate.files")
         self.documents = token_documents(documents, encoder, most_tokens=recipe.context)
         if files and not self.documents:
@@ -128,17 +130,19 @@ class Evaluator:
             raise RecipeError(f"evaluate.{error}") from None
         self._longest = max([*self.settings.lengths, *(len(document.ids) for document in self.documents)])
         if self._longest > recipe.context:
-            tell(f"note: evaluate.lengths: {length_text(self._longest)} is longer than context; whether that fits is "
-                 "not rehearsed")  # fmt: skip
+            tell(
+                f"note: evaluate.lengths: {length_text(self._longest)} is longer than context; its memory is not "
+                "estimated"
+            )
 
     def check(self, model: nn.Module) -> None:
-        """Refuse lengths for which a model has no positions.
+        """Refuse lengths beyond the positions of a model.
 
         Args:
-            model: The model, streamed.
+            model: the streamed model.
 
         Raises:
-            RecipeError: With the mend.
+            RecipeError: a length has more tokens than the model has positions.
         """
         try:
             probe.check_length(streamed_forward(model, "evaluate").decoder, self._longest - 1)
@@ -146,28 +150,30 @@ class Evaluator:
             raise RecipeError(f"evaluate.lengths: {error} Set them to context or less.") from None
 
     def is_due(self, step: int) -> bool:
-        """Return whether there is an evaluation after a step, counted from 1: every so often, and after the last."""
+        """Return whether an evaluation follows a step, counted from 1; one follows the last step, too."""
         every = self._recipe.evaluate.every
         return every is not None and (step % every == 0 or step == self._recipe.steps)
 
     def run(
         self, model: nn.Module, step: int, clock: PartTimer, progress: Callable[[EvaluateProgress], None] | None = None
     ) -> tuple[EvaluationRecord, Evaluation]:
-        """Evaluate; all ranks call this.
+        """Evaluate the model; all ranks call this.
 
         Args:
-            model: The model, streamed.
-            step: Step that is over, counted from 1.
-            clock: Of the steps; what the engine told it meanwhile is dropped.
-            progress: Told where the evaluation is.
+            model: the streamed model.
+            step: step before the evaluation, counted from 1.
+            clock: clock of the steps; it drops the time of the evaluation.
+            progress: called with the position of the evaluation.
 
         Returns:
-            What was found, in short and whole.
+            Summary of the evaluation, and the evaluation.
         """
         begin = time.perf_counter()
         continuer = StreamedContinuer(model) if self._recipe.evaluate.generated else None
-        found = evaluate(StreamedScorer(model), self._tokenizer, self.settings, continuer=continuer,
-                         haystack=self._haystack, documents=self.documents, progress=progress)  # fmt: skip
+        evaluation = evaluate(
+            StreamedScorer(model), self._tokenizer, self.settings, continuer=continuer, haystack=self._haystack,
+            documents=self.documents, progress=progress,
+        )  # fmt: skip
         clock.drop()
-        stats(model)  # what was held and moved since belongs to no step
-        return EvaluationRecord.of(found, step=step, seconds=time.perf_counter() - begin), found
+        stats(model)  # reading resets them, so that the next step does not count the evaluation's traffic
+        return EvaluationRecord.of(evaluation, step=step, seconds=time.perf_counter() - begin), evaluation
