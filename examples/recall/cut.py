@@ -1,7 +1,7 @@
-"""Attention chunk by chunk in plain PyTorch, with the gradient between chunks cut: what a full one is compared with.
+"""Attention chunk by chunk in plain PyTorch, without gradients between chunks: the comparison for full gradients.
 
-Queries see the keys and values of earlier chunks as constants, as where training keeps a cache of the past and
-backpropagates through the present only. Without the cut it is ordinary causal attention, as the tests check.
+Queries see keys and values of earlier chunks as constants, as in training that keeps a cache of the past and
+backpropagates through the present only. Without the cut it is ordinary causal attention; a test checks that.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 
 def register(chunk_size: int, *, cut: bool = True) -> str:
-    """Make the attention known to transformers.
+    """Register the attention with transformers.
 
     Args:
         chunk_size: tokens of a chunk.
         cut: detach keys and values of earlier chunks.
 
     Returns:
-        Its name, for `model.set_attn_implementation`.
+        Name of the attention, for `model.set_attn_implementation`.
     """
 
     def attend(
@@ -48,16 +48,16 @@ def in_chunks(
     q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, chunk_size: int, *, cut: bool, window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention, one chunk of queries at a time.
+    """Compute causal attention, one chunk of queries at a time.
 
     Args:
         q_BHSD: queries (B, H, S, D); keys and values have as many heads.
         k_BHSD: keys.
         v_BHSD: values.
         chunk_size: queries at a time.
-        cut: no gradient reaches keys and values from queries of later chunks.
-        window: tokens that a query sees, itself included; None for all before it.
-        scale: of the scores; None for D ** -0.5.
+        cut: detach keys and values of earlier chunks from the queries of a chunk.
+        window: tokens visible to a query, including its own; None for all before it.
+        scale: factor of the scores; None for D ** -0.5.
 
     Returns:
         (B, H, S, D).
@@ -84,4 +84,4 @@ def _with_past(x_BHSD: Tensor, first: int, start: int, stop: int, cut: bool) -> 
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Causality and windows are the attention's own."""
+    """Build no mask: the attention handles causality and windows itself."""

@@ -1,4 +1,4 @@
-"""The picture: right answers by depth and length, a panel for each variant, and the losses beside them."""
+"""Figure: a heat map of accuracy by depth and length for each variant, and the losses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 from task import NUM_VALUES
 
 _COLOURS = {"full": "#0072b2", "own-chunk": "#6b737c", "cut": "#d98a00"}
-_STYLES = {"full": "-", "own-chunk": "-", "cut": "--"}  # where two are one, both are seen
-_SMOOTH = 10  # steps that a point of a curve is the mean of
+_STYLES = {"full": "-", "own-chunk": "-", "cut": "--"}  # two equal curves are both visible
+_SMOOTH = 10  # steps averaged in one point of a curve
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], trained: int, path: Path) -> None:
-    """Write the picture.
+    """Write the figure.
 
     Args:
-        results: of each variant: `evaluations`, one a length, and `losses`.
-        trained: the longest length of training; what is longer is marked.
+        results: results by variant: `evaluations`, one for each length, and `losses`.
+        trained: longest length of training; a line separates longer ones.
         path: the PNG.
     """
     figure = Figure(figsize=(3.1 * len(results) + 4.2, 3.6), layout="constrained")

@@ -1,8 +1,8 @@
-"""The model, and the three ways to train it.
+"""Model, and the three ways to train it.
 
-Exaone 4 in miniature: a layer that sees a window of 4 tokens, with rotary positions, and one that sees everything,
-without positions. The first lets a value know the key beside it; the second finds it, however far away. Positions play
-no part in that, so what is learned on short sequences carries over to long ones.
+The model is a small Exaone 4: one layer with a window of 4 tokens and rotary positions, and one layer with full
+attention and no positions. The first layer copies a key into the value beside it; the second finds that value at any
+distance. The second has no positions, so skills learned on short sequences carry over to long ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIANTS = {
 
 
 def build(seed: int) -> PreTrainedModel:
-    """A model with random weights, 160K parameters in float32."""
+    """Build a model with random weights: 160K parameters in float32."""
     torch.manual_seed(seed)
     config = Exaone4Config(
         vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=1,
@@ -34,12 +34,12 @@ def build(seed: int) -> PreTrainedModel:
 
 
 class Learner:
-    """A model run in one of the three ways, on one length at a time.
+    """Model trained in one of the three ways, on one length at a time.
 
     Args:
         model: from `build`; changed in place.
         variant: one of `VARIANTS`.
-        widen: how many times larger chunks are than what questions take: above 1, the chunk that asks holds pairs, too.
+        widen: size of chunks as a multiple of the tokens of the questions; above 1, the last chunk holds pairs, too.
 
     Raises:
         ValueError: there is no such variant, or `widen` is below 1.
@@ -55,7 +55,7 @@ class Learner:
         self.widen = widen
 
     def set_length(self, length: int) -> None:
-        """Have it run sequences of that length, in chunks of which the last holds the questions."""
+        """Prepare the model for sequences of a length; the last chunk holds the questions."""
         chunk_size = self._chunk_size(length)
         if self.variant == "cut":
             self.model.set_attn_implementation(register(chunk_size))
@@ -63,7 +63,7 @@ class Learner:
             trunkline.stream(self.model, chunk_size=chunk_size)
 
     def loss(self, ids_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """The mean loss over answers."""
+        """Compute the mean loss over answers."""
         loss: Tensor = self.model(
             input_ids=ids_BS, labels=targets_BS, shift_labels=targets_BS, use_cache=False, **self._seen(ids_BS)
         ).loss
@@ -71,13 +71,13 @@ class Learner:
 
     @torch.no_grad()
     def answers(self, ids_BS: Tensor) -> Tensor:
-        """What it answers to each question: tokens (B, P)."""
+        """Return the most likely answer to each question: tokens (B, P)."""
         asked = chunk_size_of(ids_BS.shape[1])
         logits = self.model(input_ids=ids_BS, logits_to_keep=asked, use_cache=False, **self._seen(ids_BS)).logits
         return logits[:, ::2].argmax(-1)
 
     def _seen(self, ids_BS: Tensor) -> dict[str, Tensor]:
-        """What says that each chunk is a document of its own; positions go on, so that nothing else differs."""
+        """Return inputs that make each chunk a document of its own; positions go on, so that nothing else differs."""
         if self.variant != "own-chunk":
             return {}
         positions = torch.arange(ids_BS.shape[1])[None]

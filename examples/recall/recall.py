@@ -1,6 +1,6 @@
-"""Train a small model to recall what lies many chunks back, three ways, and show what it finds at every depth.
+"""Train a small model in three ways to recall facts many chunks back, and plot its accuracy at every depth.
 
-All three, to 16,384 tokens; one of them, only as far as 1,024; one at 16,384 tokens from the first step:
+Train all three to 16,384 tokens; one of them to 1,024 only; one at 16,384 tokens from the first step:
 
     python examples/recall/recall.py
     python examples/recall/recall.py --variant full --length 1024
@@ -25,7 +25,7 @@ from rich.table import Table
 from task import CHANCE, NUM_KEYS, chunk_size_of, num_pairs
 from training import Stage, evaluate, train
 
-GROWTH = 4  # how many times longer each stage's sequences are than those of the one before
+GROWTH = 4  # ratio of the lengths of two stages
 STEPS = (700, 100, 40, 30)
 PASSED = 40  # steps between two lines of progress
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the command line.
 
     Returns:
-        What it wrote to the JSON file.
+        Content of the JSON file.
     """
     given = _parser().parse_args(arguments)
     if given.threads:
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def curriculum(first: int, length: int, steps: Sequence[int]) -> list[Stage]:
-    """Stages from `first` tokens up, each four times the one before, to `length`.
+    """Return stages from `first` to `length` tokens, each four times as long as the one before.
 
     Raises:
-        ValueError: no such stage has that length, or the steps are not one for each stage.
+        ValueError: `length` is not `first` times a power of four, or there are fewer steps than stages.
     """
     lengths = [first]
     while lengths[-1] < length:
@@ -126,12 +126,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="may be repeated; default: all")
     parser.add_argument("--first", type=int, default=256, help="tokens of the first stage (default: 256)")
     parser.add_argument("--length", type=int, default=16_384, help="tokens of the last stage (default: 16384)")
-    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="of each stage, shortest sequences first")
-    parser.add_argument("--widen", type=int, default=1, help="chunks so many times larger than what questions take")
-    parser.add_argument("--sequences", type=int, default=16, help="evaluated at a length, for 512 questions each")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=STEPS, help="steps of each stage, shortest sequences first"
+    )
+    parser.add_argument(
+        "--widen", type=int, default=1, help="size of chunks as a multiple of the tokens of the questions"
+    )
+    parser.add_argument(
+        "--sequences", type=int, default=16, help="sequences evaluated at each length, for 512 questions each"
+    )
     parser.add_argument("--beyond", action="store_true", help="evaluate at four times the last length, too")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and sequences (default: 0)")
-    parser.add_argument("--threads", type=int, help="of PyTorch; default: its own choice")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and sequences (default: 0)")
+    parser.add_argument("--threads", type=int, help="threads of PyTorch; default: its own choice")
     parser.add_argument("--out", type=Path, default=Path("runs/recall"), help="folder (default: runs/recall)")
     return parser
 

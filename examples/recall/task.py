@@ -1,9 +1,9 @@
-"""The task: pairs of a key and its value lie far apart among noise, and the end of the sequence asks for every one.
+"""Task: pairs of a key and its value are spread among noise, and the end of the sequence asks for every pair.
 
     noise … key value … noise … key value … noise | key value key value …
                                                     the last chunk asks: at each key, which value?
 
-Nothing but looking at the place where the pair lies gives the answer: values are drawn anew for every sequence.
+Values are random in every sequence, so only the pair itself gives the answer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Samples:
 
     Attributes:
         ids_BS: tokens, (B, S).
-        targets_BS: at each key that asks, its value; elsewhere -100. Already shifted: an answer stands where it is due.
-        depth_BP: where the pair of each question lies, in the order of the questions: 0 at the first token, towards 1
-            at the end of the part that holds pairs.
+        targets_BS: the value at each key that asks; elsewhere -100. Already shifted: a target is at the position that
+            predicts it.
+        depth_BP: depth of the pair of each question, in the order of the questions: 0 at the first token, towards 1
+            at the end of the part with pairs.
     """
 
     ids_BS: Tensor
@@ -37,14 +38,14 @@ class Samples:
 
 
 def num_pairs(length: int) -> int:
-    """Pairs in a sequence: questions take its last quarter, or 1,024 tokens where that is less."""
+    """Return the pairs in a sequence: questions take its last quarter, at most 1,024 tokens."""
     if length < SHORTEST or length % 8:
         raise ValueError(f"length={length}: give a multiple of 8 that is at least {SHORTEST}.")
     return min(length // 8, NUM_KEYS)
 
 
 def chunk_size_of(length: int) -> int:
-    """The chunk that makes the last one hold the questions and nothing else, at most 1,024 tokens."""
+    """Return the chunk size for which the last chunk holds exactly the questions; at most 1,024 tokens."""
     return 2 * num_pairs(length)
 
 
@@ -52,19 +53,20 @@ def draw(batch: int, length: int, generator: torch.Generator) -> Samples:
     """Draw sequences.
 
     Args:
-        batch: how many.
-        length: tokens of each, a multiple of 8.
-        generator: where chance comes from; the same state gives the same sequences.
+        batch: number of sequences.
+        length: tokens of each sequence, a multiple of 8.
+        generator: source of randomness; the same state gives the same sequences.
 
     Raises:
-        ValueError: the length is too short, or no multiple of 8.
+        ValueError: the length is too short or not a multiple of 8.
     """
     pairs = num_pairs(length)
     body = length - 2 * pairs
     ids_BS = torch.randint(NUM_KEYS + NUM_VALUES, VOCAB_SIZE, (batch, length), generator=generator)
     keys_BP = torch.rand(batch, NUM_KEYS, generator=generator).argsort(1)[:, :pairs]
     values_BP = torch.randint(NUM_KEYS, NUM_KEYS + NUM_VALUES, (batch, pairs), generator=generator)
-    # Sorted places among body - pairs, moved on by the pairs before each: all arrangements without overlap are alike.
+    # Draw sorted places among body - pairs and shift each by the pairs before it: all arrangements without overlap are
+    # equally likely.
     places_BP = torch.rand(batch, body - pairs, generator=generator).argsort(1)[:, :pairs].sort(1).values
     places_BP = places_BP + torch.arange(pairs)
     ids_BS.scatter_(1, places_BP, keys_BP).scatter_(1, places_BP + 1, values_BP)

@@ -1,4 +1,4 @@
-"""Training over lengths that grow, and the share of right answers at every depth."""
+"""Training on growing lengths, and accuracy at every depth."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from models import Learner
 from task import draw, num_pairs
 from torch import nn
 
-QUESTIONS = 1024  # of a step, at every length
+QUESTIONS = 1024  # questions in a step, at every length
 WARMUP = 50
 MUON_RATE, ADAM_RATE = 0.02, 4e-3
-FLOOR = 0.1  # of the rates, at the last step
+FLOOR = 0.1  # learning rates of the last step, as a share of the largest
 NUM_DEPTHS = 16
-EVALUATION_SEED = 1_000_003  # of sequences that no training draws
+EVALUATION_SEED = 1_000_003  # other sequences than in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Stage:
 
 @dataclass(slots=True)
 class History:
-    """What a training went through.
+    """History of a training.
 
     Attributes:
-        losses: of each step.
-        lengths: of each step.
-        seconds: of each stage.
-        processor_seconds: of each stage, over all threads: what a busy machine does not lengthen.
+        losses: loss of each step.
+        lengths: sequence length of each step.
+        seconds: wall time of each stage.
+        processor_seconds: CPU time of each stage over all threads, which other load does not lengthen.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -52,14 +52,14 @@ def train(
     tell: Callable[[int, int, float], None] = lambda *_: None,
     after: Callable[[Stage], None] = lambda _: None,
 ) -> History:
-    """Train on each length in turn; the rates rise over the first 50 steps and fall over the second half.
+    """Train on each length in turn; learning rates rise over the first 50 steps and fall over the second half.
 
     Args:
-        learner: what is trained.
-        stages: lengths, and how many steps on each.
-        seed: of the sequences.
-        tell: told step, length and loss after each step.
-        after: called after each stage; it may evaluate, and its time is not counted.
+        learner: the model.
+        stages: lengths and their numbers of steps.
+        seed: seed of the sequences.
+        tell: called with step, length and loss after each step.
+        after: called after each stage; its time is not counted.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(learner.model)
@@ -89,16 +89,16 @@ def train(
 
 
 def evaluate(learner: Learner, length: int, sequences: int, seed: int = EVALUATION_SEED) -> dict[str, Any]:
-    """The share of right answers on new sequences.
+    """Measure the share of right answers on new sequences.
 
     Args:
-        learner: what is asked.
+        learner: the model.
         length: tokens of each sequence.
-        sequences: how many.
-        seed: of the sequences.
+        sequences: number of sequences.
+        seed: seed of the sequences.
 
     Returns:
-        `length`, `questions`, `accuracy`, and for each of 16 depths, nearest the beginning first, `by_depth` and
+        `length`, `questions`, `accuracy`, and for each of 16 depths, from the beginning, `by_depth` (accuracy) and
         `questions_by_depth`.
     """
     generator = torch.Generator().manual_seed(seed + length)
@@ -122,7 +122,7 @@ def evaluate(learner: Learner, length: int, sequences: int, seed: int = EVALUATI
 
 
 def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the rest: AdamW alone takes many times the steps."""
+    """Return Muon for the matrices of the layers and AdamW for the rest; AdamW alone takes many times the steps."""
     layers: Any = model.get_submodule("model.layers")
     matrices = [p for p in layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
