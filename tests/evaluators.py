@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trunkline.evaluate import TokenScores
-from trunkline.evaluate.samples import Answer, Sample
+from trunkline.evaluate.needle_samples import Answer, Sample
 
 
 class PlainModel:

@@ -18,9 +18,9 @@ from trunkline.evaluate import (
     TokenScores,
     evaluate,
 )
+from trunkline.evaluate.needle_samples import SampleMaker
 from trunkline.evaluate.piece_tokenizer import PieceTokenizer
 from trunkline.evaluate.prose import prose
-from trunkline.evaluate.samples import SampleMaker
 
 TOKENIZER = make_byte_tokenizer()
 DEPTHS = (0.0, 0.3, 0.7, 1.0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from trunkline.data import make_byte_tokenizer
 from trunkline.evaluate import TASKS, TextHaystack
 from trunkline.evaluate.haystack import fill_exactly, split_sentences
+from trunkline.evaluate.needle_samples import SampleMaker
 from trunkline.evaluate.piece_tokenizer import PieceTokenizer
 from trunkline.evaluate.prose import prose
-from trunkline.evaluate.samples import SampleMaker
 from trunkline.evaluate.seeded import SplitMix64
 
 TEXT = "It is 3.5 miles to the inn. Who goes there? 他走了。她来了\uff01\nA line\n\nAnother one. " + "endless " * 200

@@ -11,11 +11,11 @@ import torch
 from trunkline.evaluate.evaluation import Evaluation
 from trunkline.evaluate.evaluation_settings import EvaluateSettings
 from trunkline.evaluate.haystack import Haystack
+from trunkline.evaluate.needle_samples import Sample, SampleMaker
 from trunkline.evaluate.outcomes import Outcome, score_forced, score_generated
 from trunkline.evaluate.perplexity import PerplexityMeter, TokenDocument
 from trunkline.evaluate.piece_tokenizer import PieceTokenizer
 from trunkline.evaluate.prose import prose
-from trunkline.evaluate.samples import Sample, SampleMaker
 from trunkline.evaluate.scorers import Continuer, Scorer
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from trunkline.evaluate.needle_samples import LongContextTask
 from trunkline.evaluate.needles import TASKS
-from trunkline.evaluate.samples import LongContextTask
 
 # RULER (Hsieh et al., COLM 2024) calls a length effective while a model scores at least 85.6%, the score of Llama-2-7B
 # at its own 4K.

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trunkline.evaluate.haystack import Haystack, repeated_sentences
-from trunkline.evaluate.samples import ExpectedAnswer, LongContextTask, QuestionText, SampleText, Statement
+from trunkline.evaluate.needle_samples import ExpectedAnswer, LongContextTask, QuestionText, SampleText, Statement
 from trunkline.evaluate.seeded import SplitMix64, UniqueWords
 
 _END_OF_TEXT = " This is the end of the text."

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trunkline.evaluate.samples import Answer, Sample
+from trunkline.evaluate.needle_samples import Answer, Sample
 from trunkline.evaluate.scorers import TokenScores
 
 Way = Literal["forced", "generated"]

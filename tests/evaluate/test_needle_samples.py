@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from trunkline.data import make_byte_tokenizer
 from trunkline.evaluate import TASKS, NeedleTask, VariableTask
+from trunkline.evaluate.needle_samples import SampleMaker
 from trunkline.evaluate.piece_tokenizer import PieceTokenizer
 from trunkline.evaluate.prose import prose
-from trunkline.evaluate.samples import SampleMaker
 from trunkline.evaluate.seeded import SplitMix64
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
