@@ -27,7 +27,7 @@ from trunkline.config import resolve_config
 from trunkline.data.tokenizers import Tokens, encoder_of
 from trunkline.evaluate.harness.continuations import Continuation, LogLikelihood, score_continuations
 from trunkline.generation.loading import load_model
-from trunkline.generation.prefixes import LEAST_SHARED, Prefixes
+from trunkline.generation.prefixes import MIN_SHARED, Prefixes
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _CACHED_TEXTS = 4  # requests with one context follow each other
@@ -250,7 +250,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
             groups[ids[:-1].tobytes()].append(at)
         yield from ((at, None) for at in groups.pop(b"", []))
         members = list(groups.values())
-        least = LEAST_SHARED if self._share else max(map(len, contexts), default=0) + 1
+        least = MIN_SHARED if self._share else max(map(len, contexts), default=0) + 1
         for at, cache in Prefixes([contexts[group[0]][:-1] for group in members]).read(self.model, least):
             yield from ((member, cache) for member in members[at])
 
