@@ -89,15 +89,17 @@ def evaluate(
                     tell(task.name, length)
                     outcomes += score_forced(samples, scorer(torch.stack([sample.ids for sample in samples])))
                     done += len(samples)
-                for sample in samples if continuer is not None else ():
-                    tell(task.name, length)
-                    outcomes += score_generated(sample, _generated(continuer, sample, pieces))
-                    done += 1
+                if continuer is not None:
+                    for sample in samples:
+                        tell(task.name, length)
+                        outcomes += score_generated(sample, _generated(continuer, sample, pieces))
+                        done += 1
     meter = PerplexityMeter(settings.bin_width)
-    for document in documents if scorer is not None else ():
-        tell(document.name, len(document.ids))
-        meter.add(document.name, scorer(document.ids[None]).log_probs[0])
-        done += 1
+    if scorer is not None:
+        for document in documents:
+            tell(document.name, len(document.ids))
+            meter.add(document.name, scorer(document.ids[None]).log_probs[0])
+            done += 1
     tell("", 0)
     return Evaluation(settings, tuple(outcomes), tuple(meter.by_position()), tuple(meter.by_document()))
 

@@ -76,7 +76,8 @@ def token_documents(
     found = []
     for document in documents:
         ids = torch.from_numpy(encoder.encode(document.text).astype(np.int64))
-        pieces = ids.split(most_tokens or max(1, len(ids)))
+        size = most_tokens or max(1, len(ids))
+        pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
         for number, piece in enumerate(pieces, start=1):
             name = document.name if len(pieces) == 1 else f"{document.name} ({number} of {len(pieces)})"
             if len(piece) > 1:
