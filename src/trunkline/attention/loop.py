@@ -94,7 +94,8 @@ def attend_spans(
         value_dim: head dim of values; needed with `merge_ranks`.
 
     Returns:
-        Output (B, H, C, D) and log-sum-exp (B, H, C), fp32 or wider, sinks included.
+        Output (B, H, C, D), fp32 or wider unless one call computed it all, and log-sum-exp (B, H, C), fp32 or wider.
+        Both include the sinks.
     """
     batch, _, count, _ = q.shape
     by_row = by_row or len(row_masks) > 1
