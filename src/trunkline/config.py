@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch  # for types only: `trunkline --help` reads the declaration and does not wait for torch
 
 KEEPABLE = ("attention", "kv")
-ATTN_KERNELS = ("auto", "cpu_flash", "cuda_flash", "math")
 
 ChunkSize = int | Literal["auto"]
 AttnKernel = Literal["auto", "cpu_flash", "cuda_flash", "math"]
@@ -82,7 +81,7 @@ class StreamSettings(TypedDict, total=False):
     """Keyword arguments of `trunkline.stream`; `StreamConfig` says what each means."""
 
     chunk_size: ChunkSize
-    keep: Iterable[str]
+    keep: Collection[str]
     checkpoint_every: int
     attn_kernel: AttnKernel
     attn_strategy: AttnStrategy
@@ -201,7 +200,7 @@ class StreamConfig:
         if self.logits_budget != "auto" and not self.logits_bytes:
             raise ValueError(f"logits_budget={self.logits_budget!r}: give a positive number of bytes, or 'auto'.")
         object.__setattr__(self, "keep", keepable(self.keep))
-        for name, choices in (("attn_kernel", ATTN_KERNELS), ("attn_strategy", get_args(AttnStrategy))):
+        for name, choices in (("attn_kernel", get_args(AttnKernel)), ("attn_strategy", get_args(AttnStrategy))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}.")
         if self.attn_strategy in ("head_groups", "streamed") and self.device_budget is None:

@@ -1,7 +1,9 @@
-"""From a YAML file and the command line to a `Recipe`: overrides, aliases, and errors that name the mend.
+"""Recipes from a YAML file and the command line: dotted overrides, names of other trainers, errors with the fix.
 
-The file and the command line are normalised on their own (aliases to real names), then laid over each other, so
-`--context` on the command line wins over `sequence_len` in the file.
+Names of other trainers become ours in the file and on the command line separately, and then the command line replaces
+the file. So `--context` on the command line replaces `sequence_len` in the file, and both in one place are an error.
+pydantic's aliases cannot lead from one section to another (`lr` to `optimizer.lr`), and take the first of two names in
+silence; so names are resolved here.
 """
 
 from __future__ import annotations
@@ -9,105 +11,72 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from trunkline.train.recipe import Recipe
 
-# Names people know from elsewhere. Every one is accepted with a notice that gives the name used here.
-ALIASES: dict[str, str] = {
-    "sequence_len": "context",
-    "sequence_length": "context",
-    "seq_len": "context",
-    "seq_length": "context",
-    "max_seq_length": "context",
-    "max_seq_len": "context",
-    "max_length": "context",
-    "context_length": "context",
-    "micro_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "grad_accum": "gradient_accumulation",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "train_steps": "steps",
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "weight_decay": "optimizer.weight_decay",
-    "warmup_steps": "optimizer.warmup_steps",
-    "adam_epsilon": "optimizer.eps",
-    "min_lr_ratio": "optimizer.min_lr_ratio",
-    "max_grad_norm": "clip",
-    "gradient_clipping": "clip",
-    "clip_grad": "clip",
-    "clip_grad_norm": "clip",
-    "output_dir": "output",
-    "dp_size": "ranks.dp",
-    "data_parallel_size": "ranks.dp",
-    "sp_size": "ranks.sp",
-    "sequence_parallel_size": "ranks.sp",
-    "ulysses_sequence_parallel_size": "ranks.sp",
-    "cp_size": "ranks.cp",
-    "context_parallel_size": "ranks.cp",
-    "tp_size": "ranks.tp",
-    "tensor_parallel_size": "ranks.tp",
-    "zero_stage": "ranks.zero",
-    "evaluate_every": "evaluate.every",
-    "eval_every": "evaluate.every",
-    "eval_steps": "evaluate.every",
-    "eval_interval": "evaluate.every",
-    "overwrite_output_dir": "overwrite",
-    "logging_steps": "log_every",
-    "log_interval": "log_every",
-    "random_seed": "seed",
-    "base_model": "model.path",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "tokenizer": "data.tokenizer",
-    "dataset_text_field": "data.text_field",
-    "model.name_or_path": "model.path",
-    "model.torch_dtype": "model.dtype",
-    "model.precision": "model.dtype",
-    "optimizer.learning_rate": "optimizer.lr",
-    "optimizer.warmup": "optimizer.warmup_steps",
-    "optimizer.adam_epsilon": "optimizer.eps",
-    "data.paths": "data.files",
-    "data.path": "data.files",
-    "data.data_files": "data.files",
-    "data.tokenizer_path": "data.tokenizer",
-    "data.dataset_text_field": "data.text_field",
+# Names of other trainers, accepted with a notice of the name here: each row is a setting and its other names.
+_OTHER_NAMES = {
+    "context": "sequence_len sequence_length seq_len seq_length max_seq_length max_seq_len max_length context_length",
+    "batch_size": "micro_batch_size per_device_train_batch_size",
+    "gradient_accumulation": "gradient_accumulation_steps grad_accum",
+    "steps": "max_steps num_steps train_steps",
+    "optimizer.lr": "lr learning_rate optimizer.learning_rate",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.warmup_steps": "warmup_steps optimizer.warmup",
+    "optimizer.eps": "adam_epsilon optimizer.adam_epsilon",
+    "optimizer.min_lr_ratio": "min_lr_ratio",
+    "clip": "max_grad_norm gradient_clipping clip_grad clip_grad_norm",
+    "output": "output_dir",
+    "overwrite": "overwrite_output_dir",
+    "log_every": "logging_steps log_interval",
+    "seed": "random_seed",
+    "ranks.dp": "dp_size data_parallel_size",
+    "ranks.sp": "sp_size sequence_parallel_size ulysses_sequence_parallel_size",
+    "ranks.cp": "cp_size context_parallel_size",
+    "ranks.tp": "tp_size tensor_parallel_size",
+    "ranks.zero": "zero_stage",
+    "evaluate.every": "evaluate_every eval_every eval_steps eval_interval",
+    "model.path": "base_model model_name_or_path model.name_or_path",
+    "model.dtype": "torch_dtype model.torch_dtype model.precision",
+    "data.files": "data.paths data.path data.data_files",
+    "data.tokenizer": "tokenizer data.tokenizer_path",
+    "data.text_field": "dataset_text_field data.dataset_text_field",
 }
+ALIASES = {alias: name for name, aliases in _OTHER_NAMES.items() for alias in aliases.split()}
 
 Notice = Callable[[str], None]
-_FREE_FORM = ("model.overrides",)
+_FREE_FORM = "model.overrides."  # any name may follow
 
 
 class RecipeError(ValueError):
-    """The recipe or an override is wrong; the text is one paragraph for the user."""
+    """Error in a recipe or an override; the text is one paragraph for the user."""
 
 
 def load_recipe(path: Path, overrides: Sequence[tuple[str, str]] = (), *, notice: Notice = print) -> Recipe:
-    """Read a recipe file and lay command line overrides over it.
+    """Read a recipe file and apply the overrides of the command line.
 
     Args:
         path: YAML file.
-        overrides: Dotted names and their values as typed, in order.
-        notice: Told about each alias.
+        overrides: dotted names and their values as typed, in order.
+        notice: called with a line for each name of another trainer.
 
     Returns:
-        The checked recipe with all defaults filled in.
+        The checked recipe, with all defaults filled in.
 
     Raises:
-        RecipeError: Anything wrong with the file, a name or a value.
+        RecipeError: the file, a name or a value is wrong.
     """
-    settings = dict(_without_aliases(_flatten(_read_yaml(path)), f"the recipe '{path}'", notice))
-    settings.update(_without_aliases(parse_overrides(overrides), "the command line", notice))
+    settings = dict(_resolve_aliases(_flatten(_read_yaml(path)), f"the recipe '{path}'", notice))
+    settings.update(_resolve_aliases(parse_overrides(overrides), "the command line", notice))
     for name in settings:
-        _require_known(name)
+        _check_known(name)
     try:
         return Recipe.model_validate(_nest(settings))
     except ValidationError as error:
@@ -115,47 +84,55 @@ def load_recipe(path: Path, overrides: Sequence[tuple[str, str]] = (), *, notice
 
 
 def parse_overrides(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
-    """Type command line values by the schema: text where the setting is text, YAML (numbers, lists, null) elsewhere.
+    """Parse values of the command line by the schema: text for a setting that takes text, else YAML.
 
     Args:
-        overrides: Dotted names and their values as typed.
+        overrides: dotted names and their values as typed.
 
     Returns:
-        The same names with typed values; a name given twice keeps its last value.
+        The names with parsed values; a name given twice keeps its last value.
 
     Raises:
-        RecipeError: A name is unknown, or a value is no valid YAML.
+        RecipeError: a name is unknown, or a value is not valid YAML.
     """
-    typed: dict[str, Any] = {}
+    fields = dict(recipe_fields())
+    parsed: dict[str, Any] = {}
     for name, text in overrides:
-        if name not in ALIASES:
-            _require_known(name)
-        if _takes_text(ALIASES.get(name, name)) and text not in ("null", "~"):
-            typed[name] = text
+        real = ALIASES.get(name, name)
+        _check_known(real)
+        kind = fields[real].annotation if real in fields else None
+        members = get_args(kind) if get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+        if str in members and text not in ("null", "~"):
+            parsed[name] = text
             continue
         try:
-            typed[name] = yaml.safe_load(text)
+            parsed[name] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise RecipeError(f"--{name}: the value {text!r} cannot be read as a YAML value; quote it.") from error
-    return list(typed.items())
+    return list(parsed.items())
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Write a recipe as YAML that `load_recipe` reads back to an equal recipe."""
+    """Return a recipe as YAML; `load_recipe` reads an equal recipe from it."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
-def setting_names() -> list[str]:
-    """Return the dotted names of all settings, in the order of the schema."""
-    return [name for name, _ in _settings(Recipe)]
+def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of each setting, in the order of the schema."""
+    for name, field in section.model_fields.items():
+        inner = _section(field)
+        if inner is None:
+            yield f"{prefix}{name}", field
+        else:
+            yield from recipe_fields(inner, f"{prefix}{name}.")
 
 
 def describe(error: ValidationError) -> str:
-    """Turn pydantic's findings into one paragraph: path, value, what is allowed."""
+    """Return pydantic's findings as one paragraph: each with the setting, the value, and the values it may have."""
     findings = []
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
+        name = _name_of(item["loc"])
         message = item["msg"].removeprefix("Value error, ").removesuffix(".")
         if item["type"] == "missing":
             findings.append(f"'{name}' is missing; set it in the recipe or with --{name} on the command line")
@@ -166,9 +143,21 @@ def describe(error: ValidationError) -> str:
     return "; ".join(dict.fromkeys(findings)) + "."
 
 
+def _name_of(location: Sequence[str | int]) -> str:
+    """Return the dotted name in the location of a finding, without pydantic's names for the members of a union."""
+    section: type[BaseModel] | None = Recipe
+    parts = []
+    for part in location:
+        field = section.model_fields.get(str(part)) if section is not None else None
+        if field is not None or isinstance(part, int):
+            parts.append(str(part))
+        section = None if field is None else _section(field)
+    return ".".join(parts)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RecipeError(
             f"the recipe '{path}' does not exist. Give the path of a YAML file, such as examples/quickstart.yaml."
@@ -177,13 +166,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(
             f"the recipe '{path}' cannot be read ({error}). Give the path of a YAML text file."
         ) from error
-    try:
-        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or "not a YAML document"
-        raise RecipeError(f"the recipe '{path}' is not valid YAML{where}: {problem}. Mend that line.") from error
+        raise RecipeError(f"the recipe '{path}' is not valid YAML{place}: {problem}. Fix that line.") from error
     if not isinstance(content, dict):
         raise RecipeError(
             f"the recipe '{path}' holds {'nothing' if content is None else type(content).__name__}, not settings. "
@@ -192,19 +179,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def _flatten(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values: one for each setting of a section."""
     for key, value in content.items():
-        name = f"{prefix}{key}"
-        is_section = name in Recipe.model_fields and _section(Recipe.model_fields[name].annotation) is not None
-        if is_section and isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{name}.")
+        if isinstance(value, Mapping) and value and key in _sections():
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
         else:
-            yield name, value
+            yield str(key), value
 
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
-    # Whole values before dotted parts, so that `model.overrides.x` lands in the file's `model.overrides`.
+    # Whole values before dotted parts: `--model.overrides.x` adds to the file's `model.overrides`.
     for name in sorted(settings, key=lambda name: name.count(".")):
         *parents, last = name.split(".")
         target = nested
@@ -217,58 +203,37 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _without_aliases(
-    settings: Iterator[tuple[str, Any]] | Sequence[tuple[str, Any]], source: str, notice: Notice
-) -> list[tuple[str, Any]]:
-    given: dict[str, str] = {}
-    result = []
+def _resolve_aliases(settings: Iterable[tuple[str, Any]], source: str, notice: Notice) -> Iterator[tuple[str, Any]]:
+    """Yield settings under their names here; refuse two names of one setting in one source."""
+    names: dict[str, str] = {}
     for name, value in settings:
         real = ALIASES.get(name, name)
-        if real in given:
+        if real in names:
             raise RecipeError(
-                f"{source} sets both '{given[real]}' and '{name}', which mean the same; keep only '{real}'."
+                f"{source} sets both '{names[real]}' and '{name}', which mean the same; keep only '{real}'."
             )
-        given[real] = name
+        names[real] = name
         if real != name:
             notice(f"note: '{name}' is called '{real}' here; taken as {real}: {value}")
-        result.append((real, value))
-    return result
+        yield real, value
 
 
-def _require_known(name: str) -> None:
-    names = [known for known, _ in _settings(Recipe)]
-    sections = [field for field, info in Recipe.model_fields.items() if _section(info.annotation) is not None]
-    if name in names or name in sections or any(name.startswith(f"{free}.") for free in _FREE_FORM):
+def _check_known(name: str) -> None:
+    """Refuse an unknown setting, with the nearest name."""
+    names, sections = [known for known, _ in recipe_fields()], _sections()
+    if name in names or name in sections or name.startswith(_FREE_FORM):
         return
     same_end = [known for known in names if known.split(".")[-1] == name.split(".")[-1]]
     near = same_end or difflib.get_close_matches(name, [*names, *sections, *ALIASES], n=1, cutoff=0.5)
     near = near or [known for known in names if difflib.SequenceMatcher(None, known.split(".")[-1], name).ratio() > 0.6]
-    # An alias that is near leads to the name it stands for.
     hint = f"Did you mean '{ALIASES.get(near[0], near[0])}'?" if near else f"Settings are: {', '.join(names)}."
     raise RecipeError(f"'{name}' is not a setting. {hint}")
 
 
-def _settings(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field, info in section.model_fields.items():
-        inner = _section(info.annotation)
-        if inner is None:
-            yield f"{prefix}{field}", info.annotation
-        else:
-            yield from _settings(inner, f"{prefix}{field}.")
+def _sections() -> list[str]:
+    return [name for name, field in Recipe.model_fields.items() if _section(field) is not None]
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _takes_text(name: str) -> bool:
-    annotation = dict(_settings(Recipe)).get(name)
-    options = get_args(annotation) if get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
-    return str in options
-
-
-def _is_union_branch(part: object) -> bool:
-    """Pydantic puts the name of the union's branch into the path of an error; users did not write it."""
-    return isinstance(part, str) and (
-        part.startswith(("constrained-", "literal[", "function-")) or part in ("int", "str")
-    )
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
