@@ -1,4 +1,4 @@
-"""Model FLOPs of one training step: what the mathematics needs, not what the machine did.
+"""Model FLOPs of one training step: the operations that the mathematics needs, without recomputation.
 
 The convention is the strict one: matrix products and the lower triangle of causal attention are counted, forward and
 backward; recomputation, the embedding lookup, norms and element-wise work are not. Figures that count the full
@@ -26,7 +26,7 @@ class UncountedModuleError(ValueError):
 
 
 def linear_flops_per_token(model: nn.Module) -> int:
-    """FLOPs of all linear layers for one token, forward and backward.
+    """Return the FLOPs of all linear layers for one token, forward and backward.
 
     A product with a weight of n elements costs 2n forward, 2n for the gradient of its input and 2n for the gradient of
     the weight; the last is left out where the weight is frozen. A head tied to the embedding is a linear layer of its
@@ -67,7 +67,7 @@ def linear_flops_per_token(model: nn.Module) -> int:
 
 
 def _experts(model: nn.Module) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token is routed to; 0, 0 where there are none."""
+    """Return the number of experts of a layer, and how many a token is routed to; 0, 0 without experts."""
     if not hasattr(model, "config"):
         return 0, 0
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -77,8 +77,8 @@ def _experts(model: nn.Module) -> tuple[int, int]:
     return (count, per_token) if count and per_token else (0, 0)
 
 
-def _reaches(config: Any) -> list[AttentionSpan]:
-    """How far back the attention of each layer goes, by its config."""
+def _attention_spans(config: Any) -> list[AttentionSpan]:
+    """Return how far back each layer attends, according to the config."""
     num_layers = int(config.num_hidden_layers)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     everywhere = window is not None and getattr(config, "use_sliding_window", True)
@@ -90,7 +90,7 @@ def _reaches(config: Any) -> list[AttentionSpan]:
 
 
 def attention_flops(model: nn.Module, *, seq_len: int, documents: Sequence[int] | None = None) -> int:
-    """FLOPs of causal attention over one sequence in all layers, forward and backward.
+    """Return the FLOPs of causal attention over one sequence in all layers, forward and backward.
 
     One pair costs 2·H·D for the score and 2·H·Dv for the weighted value forward, and twice that backward; the scores
     that a flash kernel recomputes in its backward are not counted.
@@ -116,12 +116,12 @@ def attention_flops(model: nn.Module, *, seq_len: int, documents: Sequence[int] 
     head_dim = int(getattr(config, "qk_head_dim", None) or head_dim)
     value_dim = int(getattr(config, "v_head_dim", None) or head_dim)
     starts = (0, *accumulate(lengths[:-1]))
-    pairs = sum(sight.num_pairs(seq_len) for reach in _reaches(config) for sight in reach.row_masks([starts], seq_len))
+    pairs = sum(sight.num_pairs(seq_len) for reach in _attention_spans(config) for sight in reach.row_masks([starts], seq_len))
     return 6 * num_heads * (head_dim + value_dim) * pairs
 
 
 def model_flops(model: nn.Module, *, seq_len: int, batch_size: int = 1, documents: Sequence[int] | None = None) -> int:
-    """FLOPs of one forward and backward pass over `batch_size` sequences of `seq_len` tokens.
+    """Return the FLOPs of one forward and backward pass over `batch_size` sequences of `seq_len` tokens.
 
     Args:
         model: A Hugging Face decoder model, on any device, `meta` included.
