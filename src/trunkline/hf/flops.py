@@ -116,7 +116,8 @@ def attention_flops(model: nn.Module, *, seq_len: int, documents: Sequence[int] 
     head_dim = int(getattr(config, "qk_head_dim", None) or head_dim)
     value_dim = int(getattr(config, "v_head_dim", None) or head_dim)
     starts = (0, *accumulate(lengths[:-1]))
-    pairs = sum(sight.num_pairs(seq_len) for reach in _attention_spans(config) for sight in reach.row_masks([starts], seq_len))
+    masks = (mask for span in _attention_spans(config) for mask in span.row_masks([starts], seq_len))
+    pairs = sum(mask.num_pairs(seq_len) for mask in masks)
     return 6 * num_heads * (head_dim + value_dim) * pairs
 
 
