@@ -1,4 +1,4 @@
-"""Things to time in alternation, and what every script of this folder writes."""
+"""Timing of functions in alternation, and the JSON that every script writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import transformers
 def alternate(
     things: Mapping[str, Callable[[], float]], rounds: int, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Run everything once a round, in an order that is rotated from round to round.
+    """Run every function once a round, in an order that is rotated from round to round.
 
     Args:
         things: by name; each runs and returns its seconds.
@@ -37,12 +37,12 @@ def alternate(
 
 
 def median(samples: list[float]) -> float:
-    """The median."""
+    """Return the median."""
     return statistics.median(samples)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine and the versions."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
     return {
@@ -54,6 +54,6 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write all figures and raw samples."""
+    """Write all figures and raw samples as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")

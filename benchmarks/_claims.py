@@ -1,4 +1,4 @@
-"""What every letter of `claims.py` stands on: models without contents, one way to estimate each side, and the table.
+"""Common parts of the letters of `claims.py`: models on the meta device, an estimate of each side, and the table.
 
 Nothing is set for a row alone: the chunk follows from the length, everything else from the two functions here that
 estimate, `ours` and `alone`.
@@ -49,7 +49,7 @@ ASSUMED = [
 
 @dataclass(frozen=True)
 class Answer:
-    """One letter's table.
+    """Table of one letter.
 
     Attributes:
         letter: of the claim.
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """One estimate, or why there is none.
+    """Estimate of a step, or the reason why it does not fit.
 
     Attributes:
         why: it does not fit; empty where it does.
@@ -104,40 +104,40 @@ class Run:
 
     @property
     def fits(self) -> bool:
-        """Whether it could run."""
+        """Whether the step fits."""
         return not self.why and self.device <= self.room
 
     @property
     def verdict(self) -> str:
-        """For a table."""
+        """Whether it fits, for a table."""
         if self.why:
             return "no"
         return "yes" if self.fits else f"no, {(self.device - self.room) / GIB:,.1f} GiB over"
 
     @property
     def speeds(self) -> list[str]:
-        """MFU, in the talk's convention, HFU."""
+        """MFU, MFU in the talk's convention, and HFU."""
         if self.why:
             return ["", "", ""]
         return [f"{self.mfu:.1%}", f"{self.mfu * 4 / 3:.1%}", f"{self.hfu:.1%}"]
 
     @property
     def bytes(self) -> list[str]:
-        """GiB of a device and of a node's host memory."""
+        """GiB of a device, and of a node's host memory."""
         return ["", ""] if self.why else [f"{self.device / GIB:,.1f}", f"{self.host / GIB:,.0f}"]
 
     @property
     def kept(self) -> str:
-        """What is kept, for a table."""
+        """Kept activations, for a table."""
         return kept(self.keep, self.every)
 
     def figures(self, **what: Any) -> dict[str, Any]:
-        """For the file."""
+        """Return the numbers for the file."""
         return {**what, **dataclasses.asdict(self), "fits": self.fits}
 
 
 def kept(keep: Sequence[str], every: int) -> str:
-    """What is kept, in words."""
+    """Return the kept activations in words."""
     own = " + ".join(keep) or "nothing"
     return own if every == 1 else f"{own}, every {every}th input"
 
@@ -147,13 +147,13 @@ def kept(keep: Sequence[str], every: int) -> str:
 
 @cache
 def model_of(name: str) -> MetaModel:
-    """A preset without contents."""
+    """Build a preset on the meta device."""
     return MetaModel.from_model(_built(name))
 
 
 @cache
 def lora_of(name: str) -> MetaModel:
-    """The same with adapters of rank 16 on all linear layers, and nothing else trained."""
+    """Build a preset with trainable adapters of rank 16 on all linear layers, all else frozen."""
     from peft import LoraConfig, get_peft_model
 
     with torch.device("meta"):
@@ -177,7 +177,7 @@ def _built(name: str) -> Any:
 
 
 def billions(meta_model: MetaModel) -> float:
-    """Parameters."""
+    """Return the parameters in billions."""
     return sum(p.numel() for p in meta_model.model.parameters()) / 1e9
 
 
@@ -185,23 +185,23 @@ def billions(meta_model: MetaModel) -> float:
 
 
 def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Cluster:
-    """A machine of a profile's devices; host memory of a node is the profile's unless given."""
+    """Return a cluster of a profile's devices; the host memory of a node is the profile's unless given."""
     hardware = load(name, attention=attention)
     return Cluster(hardware, devices, host or hardware.host_bytes or 0)
 
 
 def mesh_of(meta_model: MetaModel, cluster: Cluster) -> ParallelDims:
-    """All devices on one sequence."""
+    """Return the mesh in which all devices share one sequence."""
     return next(meshes(TrainingJob(1), cluster, heads_of(meta_model.model)[0], one_sequence=True))
 
 
 def sharding_spec_of(cluster: Cluster) -> ShardingSpec:
-    """ZeRO-3 over several devices, offloaded on one."""
+    """Return ZeRO-3 over several devices, or offloaded on one."""
     return ShardingSpec(zero=3, dtype=torch.float32, offload=cluster.devices == 1)
 
 
 def chunk_of(length: int, chunks: int = 32) -> int:
-    """The power of two that cuts a sequence into at most so many chunks, and no less than 16K."""
+    """Return the smallest power of two, at least 16K, that cuts a sequence into at most so many chunks."""
     size = 16 * K
     while length > chunks * size:
         size *= 2
@@ -212,7 +212,7 @@ def job_of(
     meta_model: MetaModel, cluster: Cluster, length: int, keep: Sequence[str], every: int = 1, chunk: int | None = None,
     **fixed: Any,
 ) -> TrainingJob:  # fmt: skip
-    """Chunks as we run them."""
+    """Return the job of a streamed step."""
     settings = {"chunk_size": chunk or chunk_of(length), "keep": tuple(keep), "checkpoint_every": every, **fixed}
     return TrainingJob(
         length, fixed=settings, parallel_dims=mesh_of(meta_model, cluster), sharding_spec=sharding_spec_of(cluster)
@@ -220,7 +220,7 @@ def job_of(
 
 
 def ours(planner: Planner, cluster: Cluster, job: TrainingJob) -> Run:
-    """A step as we run it, with budgets that leave room for everything else."""
+    """Estimate a streamed step; its budgets leave room for everything outside the stores."""
     own = {"chunk": job.fixed["chunk_size"], "keep": job.fixed["keep"], "every": job.fixed["checkpoint_every"]}
     try:
         plan = planner.best(job)
@@ -230,7 +230,7 @@ def ours(planner: Planner, cluster: Cluster, job: TrainingJob) -> Run:
 
 
 def first_that_fits(planner: Planner, meta_model: MetaModel, cluster: Cluster, length: int) -> Run:
-    """Attention kept, with the inputs of as many layers as there is room for; nothing kept where there is for none."""
+    """Estimate the first step that fits: attention kept with all layer inputs, then with fewer, then nothing kept."""
     run = Run("nothing was tried")
     for keep, every in ((("attention",), 1), (("attention",), 4), (("attention",), 8), ((), 1), ((), 4)):
         job = job_of(meta_model, cluster, length, keep, every)
@@ -249,7 +249,7 @@ def alone(
     timed: bool = True,
     parallel_dims: Any = None,
 ) -> Run:
-    """A step by checkpointing (and Ulysses) alone: one chunk, everything on the device."""
+    """Estimate a step with checkpointing (and Ulysses) alone: one chunk, everything on the device."""
     head: dict[str, Any] = {"logits_budget": WHOLE_LOGITS} if whole_logits else {}
     try:
         found = estimate(
@@ -284,7 +284,7 @@ def _run(found: Estimate, cluster: Cluster, **own: Any) -> Run:
 
 
 def longest(fits: Callable[[int], bool], begin: int = 16 * K, finest: int = 32) -> int:
-    """The longest length that fits, to one part in `finest`; 0 where not even the first does."""
+    """Return the longest length that fits, to one part in `finest`; 0 if not even the first does."""
     if not fits(begin):
         return 0
     low = begin
@@ -302,21 +302,21 @@ def longest(fits: Callable[[int], bool], begin: int = 16 * K, finest: int = 32) 
 
 
 def tokens(count: float) -> str:
-    """In K or M."""
+    """Return a number of tokens in K or M."""
     if count >= M:
         return f"{count / M:.3g}M"
     return f"{count / K:.3g}K"
 
 
 def duration(seconds: float) -> str:
-    """For people."""
+    """Return seconds as text."""
     if seconds >= 36_000:
         return f"{seconds / 3_600:,.1f} h"
     return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def markdown(answer: Answer) -> str:
-    """The table for a page."""
+    """Return the table in Markdown."""
     lines = ["| " + " | ".join(answer.columns) + " |", "| --- |" + " ---: |" * (len(answer.columns) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in answer.rows]
     own = [f"- Assumed: {text}" for text in answer.assumed] + [f"- {text}" for text in answer.notes]

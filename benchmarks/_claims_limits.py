@@ -92,7 +92,7 @@ def _cell(pair: ChunkPair) -> str:
 
 
 def linear_from(hardware: Any, shape: AttentionShape, keep: tuple[str, ...]) -> int:
-    """Tokens of the context from which on a layer's forward hides what it puts away of each token; 0 for any.
+    """Return the context, in tokens, from which a layer's forward hides the offload of its kept tensors; 0 for any.
 
     A token of a context of S meets S/2 others on average.
     """
@@ -159,7 +159,7 @@ def _step(run: Run, every: int) -> str:
 def _trained(
     planner: Planner, meta_model: MetaModel, cluster: Cluster, keep: tuple[str, ...], every: int, known: dict[int, Run]
 ) -> tuple[int, dict[int, Run]]:
-    """The longest context, and steps: those known that fit are not estimated again."""
+    """Return the longest context and its steps; steps that are known to fit are not estimated again."""
 
     def job(length: int, sharding_spec: ShardingSpec | None = None) -> TrainingJob:
         fixed = {"chunk_size": _CHUNK, "keep": keep, "checkpoint_every": every}

@@ -1,4 +1,4 @@
-"""Letter f of `claims.py`: what FPDT, UPipe and Ulysses published, beside estimates of the same steps."""
+"""Letter f of `claims.py`: numbers that FPDT, UPipe and Ulysses published, beside estimates of the same steps."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _rate(run: Run) -> str:
 
 
 def ceiling(meta_model: Any, hardware: Hardware, length: int, forwards: int) -> float:
-    """Tokens a second of a device that does nothing but its matrix products and its attention.
+    """Return the tokens a second of a device that runs only matrix products and attention.
 
     Args:
         meta_model: the model.

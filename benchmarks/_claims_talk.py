@@ -176,13 +176,13 @@ def spikes(out: Path) -> Answer:
 
 
 def layer_of(line: Timeline, label: str) -> tuple[float, float]:
-    """When a layer's backward begins and ends."""
+    """Return the seconds in which a layer's backward begins and ends."""
     own = [(begin, end) for begin, end, name in line.lanes["compute"] if name == label]
     return min(begin for begin, _ in own), max(end for _, end in own)
 
 
 def peaks(line: Timeline, inside: tuple[float, float]) -> dict[str, int]:
-    """Bytes as a layer's backward begins, most while attention's kernels run, and most otherwise."""
+    """Return the bytes when a layer's backward begins, at its peak in attention, and at its peak elsewhere."""
     begin, end = inside
     points = line.memory["device"]
     held = [(max(at, begin), nbytes, min(after, end)) for (at, nbytes), (after, _) in
@@ -197,7 +197,7 @@ def peaks(line: Timeline, inside: tuple[float, float]) -> dict[str, int]:
 
 
 def draw(lines: list[Timeline], insides: list[tuple[float, float]], capacity: int, path: Path) -> None:
-    """Every step whole, and a middle layer's backward beside it, all on one scale of memory."""
+    """Draw each step, and a middle layer's backward beside it, on one scale of memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3 * len(lines)), dpi=150, layout="constrained")

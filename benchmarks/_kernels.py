@@ -1,4 +1,4 @@
-"""What a step spends in attention kernels and matrix products, and those same calls run bare.
+"""Attention kernels and matrix products of a step: recorded, and run again without the step.
 
 `Recorder` sees every operator of a real step, forward, recomputation and backward; it times the attention kernels and
 matrix products where they are (operators on a CPU are synchronous, so that a clock around the call is exact) and notes
@@ -31,7 +31,7 @@ def kind_of(operator: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """Shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -39,13 +39,13 @@ class TensorSpec:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last, whatever lies between."""
+        """Elements from the first to the last in memory, gaps included."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator; tensors among its arguments as `TensorSpec`."""
+    """Call of an operator; tensors among its arguments are `TensorSpec`."""
 
     operator: Callable[..., Any]
     kind: str
@@ -54,7 +54,7 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Times and notes the attention kernels and matrix products of what runs inside it.
+    """Dispatch mode that times and records attention kernels and matrix products.
 
     Attributes:
         calls: in the order they were made.
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.seconds = dict.fromkeys(KINDS, 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator."""
+        """Run an operator, and record it if it is a kernel or a product."""
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is None:
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Calls by kind."""
+        """Recorded calls, by kind."""
         return {kind: sum(call.kind == kind for call in self.calls) for kind in KINDS}
 
 
@@ -137,5 +137,5 @@ class Bare:
 
 
 def _slots(call: Call) -> list[tuple[tuple[str, int, torch.dtype], TensorSpec]]:
-    """The tensors of a call, each with the buffer it shares with other calls."""
+    """Return the tensors of a call, each with the buffer that it shares with other calls."""
     return [((call.kind, i, x.dtype), x) for i, x in enumerate(call.args) if isinstance(x, TensorSpec)]

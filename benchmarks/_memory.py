@@ -24,7 +24,7 @@ WARM_UP_TOKENS = 256
 
 
 def measure(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, Any]:
-    """Extra peak memory of a step of `variant`.
+    """Measure the extra peak memory of a step of `variant`.
 
     Returns:
         `extra_peak`, `step_seconds`, and for Trunkline `stores_at_peak` and `outside_stores`, in bytes and seconds; or
@@ -35,7 +35,7 @@ def measure(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, An
 
 
 class Watch:
-    """Follows the resident set through a step, chunk by chunk, against the bytes of the engine's stores.
+    """Gauge of the resident set through a step, chunk by chunk, beside the bytes of the engine's stores.
 
     Attributes:
         stores: the account of those on the device; None for others than Trunkline.
@@ -51,13 +51,13 @@ class Watch:
         self._active = False
 
     def start(self) -> None:
-        """Begin to follow."""
+        """Begin to measure."""
         self._active = True
         self._before = self._held()
         reset_peak()
 
     def __call__(self, progress: Progress | None = None) -> None:
-        """Close one chunk's work and begin the next: what `stream(progress=...)` calls."""
+        """End one chunk and begin the next; `stream(progress=...)` calls this."""
         if not self._active:
             return
         peak, after = status("VmHWM"), self._held()

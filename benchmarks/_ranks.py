@@ -1,4 +1,4 @@
-"""Jobs of several ranks that stay alive and do one task after another, so that they can be timed in alternation."""
+"""Jobs of several ranks that run one task after another, so that tasks are timed in alternation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _rank(rank: int, world: int, port: int, threads: int, serve: Callable[..., A
 
 
 class Job:
-    """Ranks in processes of their own.
+    """Job of ranks, each in its own process.
 
     Args:
         world: how many.
@@ -48,7 +48,7 @@ class Job:
             self._ranks.append((process, mine))
 
     def do(self, **task: Any) -> list[Any]:
-        """The answers of all ranks to a task."""
+        """Run a task on all ranks and return their answers."""
         for _, connection in self._ranks:
             connection.send(task)
         return [connection.recv() for _, connection in self._ranks]

@@ -1,4 +1,4 @@
-"""The table, the verdict on the targets, and the figure of `vs_checkpointing.py`."""
+"""Table, targets and figure of `vs_checkpointing.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLUMNS = ("tokens", "dtype", "variant", "runs", "seconds", "time / ckpt", "ext
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """A ratio with its interval."""
+    """Return a ratio with its interval as text."""
     if ratio is None:
         return ""
     interval = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -55,7 +55,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def table(rows: Sequence[Row], caption: str = "") -> Table:
-    """All rows; ratios are to Hugging Face with gradient checkpointing."""
+    """Return the table of all rows; ratios are to Hugging Face with gradient checkpointing."""
     drawn = Table(caption=caption or None, caption_justify="left", header_style="bold")
     for name in _COLUMNS:
         drawn.add_column(name, justify="left" if name in ("dtype", "variant") else "right", no_wrap=True)
@@ -69,7 +69,7 @@ def table(rows: Sequence[Row], caption: str = "") -> Table:
 
 
 class Display:
-    """Shows rows while they grow: on a terminal the cell under way, redrawn in place, below those that are done.
+    """Display of rows during a run: on a terminal the current cell is redrawn below the finished ones.
 
     Elsewhere a line for each measurement and each row.
 
@@ -99,17 +99,17 @@ class Display:
             self.console.print(_verdict(found))
 
     def doing(self, cell: Cell, what: str) -> None:
-        """Say what is measured now."""
+        """Show the current measurement."""
         if self._live is not None:
             self._live.update(table(cell.rows(), f"{cell}: {what}"), refresh=True)
 
     def measured(self, cell: Cell, what: str) -> None:
-        """Say what has been measured."""
+        """Show a finished measurement."""
         if self._live is None:
             self.console.print(f"{cell}: {what}", highlight=False, soft_wrap=True)
 
     def finished(self, cell: Cell) -> None:
-        """Leave a complete cell on the screen."""
+        """Print a finished cell for good."""
         if self._live is not None:
             self.console.print(table(cell.rows()))
             return
@@ -123,7 +123,7 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One of the figures that Trunkline is to reach, and what was measured."""
+    """Target of Trunkline, and the measured value."""
 
     what: str
     measured: float
@@ -132,7 +132,7 @@ class Check:
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The targets for which there is a measurement."""
+    """Return the targets that have a measurement."""
     found: list[Check] = []
     for row in rows:
         if row.length not in TARGET_LENGTHS:
@@ -153,7 +153,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 
 
 def _growth(rows: Sequence[Row]) -> list[Check]:
-    """How far memory beyond the stores grows from 16,384 to 65,536 tokens."""
+    """Return the growth of memory outside the stores from 16,384 to 65,536 tokens."""
     found: list[Check] = []
     for row in rows:
         first = [x for x in rows if (x.variant, x.dtype, x.length) == (row.variant, row.dtype, 16_384)]
@@ -187,7 +187,7 @@ _STYLE = {
 
 
 def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
-    """Time and memory relative to gradient checkpointing against the length, one column a dtype."""
+    """Draw time and memory relative to gradient checkpointing over the length, one column a dtype."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -260,7 +260,7 @@ def _panel(axis: Axes, rows: Sequence[Row], *, memory: bool) -> None:
 
 
 def _targets(axis: Axes, targets: Sequence[tuple[float, str]], lengths: Sequence[int]) -> None:
-    """Each target as a dashed line across the lengths it is set for."""
+    """Draw each target as a dashed line over its lengths."""
     inside = [length for length in TARGET_LENGTHS if length in lengths]
     for value, color in targets if inside else []:
         span = (inside[0] / 1.19, inside[-1] * 1.19)

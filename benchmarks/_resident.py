@@ -1,4 +1,4 @@
-"""The resident set of a process, from the kernel (Linux), and processes of their own to measure it in."""
+"""Resident set of a process (Linux), and fresh processes to measure it in."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_own_process(script: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def answered(trial: Callable[..., dict[str, Any]]) -> bool:
-    """In the process that `in_own_process` starts: do the task, print the answer; False in any other process."""
+    """Do the task and print its answer in a process that `in_own_process` started; return False in any other."""
     if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
         return False
     task = json.loads(sys.argv[1])
@@ -52,12 +52,12 @@ def answered(trial: Callable[..., dict[str, Any]]) -> bool:
 
 
 def status(field: str) -> int:
-    """A field of this process's status, in bytes: `VmRSS` is resident now, `VmHWM` was at most."""
+    """Return a field of this process's status in bytes: `VmRSS` is the resident set, `VmHWM` its peak."""
     match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None, f"this kernel does not report {field}"
     return int(match[1]) * 1024
 
 
 def reset_peak() -> None:
-    """Have `VmHWM` begin again at what is resident now."""
+    """Reset `VmHWM` to the current resident set."""
     Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""Raw samples in one JSON file, added to by every run, and the figures drawn from them."""
+"""Raw samples in one JSON file, which every run adds to, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _T95 = (
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio from paired samples.
+    """Ratio of paired samples, with its interval.
 
     Attributes:
         mean: geometric mean of the ratios of each round.
@@ -45,7 +45,7 @@ class Ratio:
 
 
 def paired(samples: Sequence[float], references: Sequence[float]) -> Ratio:
-    """Ratio of samples to the references that were taken in the same rounds."""
+    """Return the ratio of samples to references of the same rounds."""
     logs = [math.log(a / b) for a, b in zip(samples, references, strict=True)]
     center = statistics.fmean(logs)
     of_medians = statistics.median(samples) / statistics.median(references)
@@ -57,7 +57,7 @@ def paired(samples: Sequence[float], references: Sequence[float]) -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of one variant at one length and dtype; None where it was not measured."""
+    """Figures of one variant at one length and dtype; None where not measured."""
 
     length: int
     dtype: str
@@ -75,7 +75,7 @@ class Row:
 
 
 class Cell:
-    """All samples at one length and dtype.
+    """Samples at one length and dtype.
 
     Attributes:
         rounds: each with `order`, and `seconds`, `cores` and `loss` by name; `bare:<variant>` is a variant's kernel
@@ -95,11 +95,11 @@ class Cell:
         return f"{self.length:,} tokens, {self.dtype}"
 
     def rounds_with(self, *names: str) -> list[dict[str, float]]:
-        """Seconds of the rounds in which all of these ran."""
+        """Return the seconds of the rounds in which all given variants ran."""
         return [r["seconds"] for r in self.rounds if all(name in r["seconds"] for name in names)]
 
     def row(self, variant: str) -> Row | None:
-        """The figures of a variant, or None where nothing is known of it."""
+        """Return the figures of a variant; None without a measurement."""
         own = self.rounds_with(variant)
         memory, parts = self.memory.get(variant, {}), self.parts.get(variant, {})
         if not own and not memory and not parts:
@@ -122,7 +122,7 @@ class Cell:
         )
 
     def rows(self) -> list[Row]:
-        """The figures of all variants of which something is known."""
+        """Return the figures of all measured variants."""
         return [row for row in map(self.row, VARIANTS) if row is not None]
 
     def _ratio(self, name: str, reference: str) -> Ratio | None:
@@ -131,7 +131,7 @@ class Cell:
 
 
 class Results:
-    """The JSON file of a benchmark, written anew after every measurement.
+    """JSON file of a benchmark, written after every measurement.
 
     Args:
         path: the file.
@@ -159,16 +159,16 @@ class Results:
             self.cell(cell["length"], cell["dtype"], cell)
 
     def cell(self, length: int, dtype: str, saved: dict[str, Any] | None = None) -> Cell:
-        """The cell of this length and dtype, made where it is new."""
+        """Return the cell of a length and dtype; create it if it is new."""
         return self.cells.setdefault(f"{dtype}/{length}", Cell(length, dtype, saved))
 
     def rows(self) -> list[Row]:
-        """All that is known, by dtype and length."""
+        """Return all figures, by dtype and length."""
         cells = sorted(self.cells.values(), key=lambda cell: (cell.dtype != "fp32", cell.length))
         return [row for cell in cells for row in cell.rows()]
 
     def save(self) -> None:
-        """Write the file; a reader never sees half of it."""
+        """Write the file atomically."""
         everything = {
             **self.fixed,
             "cells": {key: vars(cell) for key, cell in self.cells.items()},

@@ -1,4 +1,4 @@
-"""The ways to train that are compared: one model, prepared once for each of them, and the step that all of them run."""
+"""Variants of training that are compared: one model, prepared for each, and the step that all run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is held fixed for all variants of a run.
+    """Setup that all variants of a run share.
 
     Attributes:
         layers: decoder layers.
@@ -61,7 +61,7 @@ class Setup:
 
 
 def build(setup: Setup, dtype: str) -> PreTrainedModel:
-    """The model, in training mode: the same weights whenever the same setup and dtype are given."""
+    """Build the model in training mode; its weights depend on setup and dtype only."""
     config = LlamaConfig(
         vocab_size=setup.vocab_size,
         hidden_size=setup.hidden_size,
@@ -81,7 +81,7 @@ def build(setup: Setup, dtype: str) -> PreTrainedModel:
 
 
 def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options: Any) -> PreTrainedModel:
-    """A copy of `model` that trains the way `variant` says."""
+    """Return a copy of `model` that trains as `variant` does."""
     model = copy.deepcopy(model)
     if variant == BASELINE:
         # Older releases of transformers know it by the second name only; both are non-reentrant by default.
@@ -92,14 +92,14 @@ def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options
 
 
 def tokens(setup: Setup, length: int) -> Tensor:
-    """Token ids (1, S), the same for every variant."""
+    """Return token ids (1, S), the same for every variant."""
     generator = torch.Generator().manual_seed(setup.seed + 1)
     return torch.randint(setup.vocab_size, (1, length), generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one training step did.
+    """Result of one training step.
 
     Attributes:
         seconds: it took.
@@ -115,7 +115,7 @@ class Step:
 
 
 def step(model: PreTrainedModel, ids_BS: Tensor, *, keep_grads: bool = False) -> Step:
-    """Forward and backward, timed; gradients start from None, or with `keep_grads` from what they are."""
+    """Time a forward and a backward; gradients are reset to None unless `keep_grads`."""
     if not keep_grads:
         model.zero_grad(set_to_none=True)
     gc.collect()
@@ -128,7 +128,7 @@ def step(model: PreTrainedModel, ids_BS: Tensor, *, keep_grads: bool = False) ->
 
 
 def check_same(variant: str, got: Step, expected: Step, dtype: str) -> None:
-    """Refuse to compare times of steps that did not compute the same.
+    """Refuse to compare the times of steps with different results.
 
     Raises:
         RuntimeError: loss or gradient norm differ by more than rounding explains.

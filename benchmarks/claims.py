@@ -1,7 +1,7 @@
-"""The claims of the FPDT talk and paper (arXiv 2408.16978), estimated: one table a letter.
+"""Claims of the FPDT talk and paper (arXiv 2408.16978), estimated: one table a letter.
 
-Nobody needs the machines: the real engine runs on tensors without contents, and a clock takes every operator's time
-from a hardware profile. What is assumed is printed above the tables, and nothing is tuned for a row.
+No such machine is needed: the real engine runs on tensors without contents, and a simulated clock takes the time of
+every operator from a hardware profile. Assumptions are printed above the tables; nothing is tuned for a row.
 
     python benchmarks/claims.py                 # everything
     python benchmarks/claims.py --only a e      # some letters; the others keep what an earlier run found

@@ -1,4 +1,4 @@
-"""What packed documents and windows cost: as much as the tokens that see each other, and no more.
+"""Cost of packed documents and windows: only token pairs that see each other take time.
 
 Packed: a sequence of several documents against each of these documents alone, through the same engine, in alternation.
 Windows: seconds a token as the sequence grows, with a window, and without one for comparison.
@@ -27,7 +27,7 @@ import trunkline
 
 
 def timed(model: PreTrainedModel, rows: Sequence[torch.Tensor], **given: Any) -> float:
-    """Seconds of forward and backward of one batch after another."""
+    """Return the seconds of a forward and a backward of each batch."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     start = time.perf_counter()
@@ -37,7 +37,7 @@ def timed(model: PreTrainedModel, rows: Sequence[torch.Tensor], **given: Any) ->
 
 
 def packed(setup: Setup, length: int, count: int, runs: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
-    """Seconds of a packed sequence, and of its documents one after another."""
+    """Measure a packed sequence, and its documents one after another."""
     model = trunkline.stream(build(setup, "fp32"), chunk_size=setup.chunk_size)
     ids = tokens(setup, length)
     positions = torch.arange(length // count).repeat(count)[None]
@@ -51,7 +51,7 @@ def packed(setup: Setup, length: int, count: int, runs: int, tell: Callable[[str
 
 
 def windowed(setup: Setup, window: int | None) -> PreTrainedModel:
-    """The same model with a window."""
+    """Return the model with a sliding window."""
     config = MistralConfig(
         vocab_size=setup.vocab_size, hidden_size=setup.hidden_size, intermediate_size=setup.intermediate_size,
         num_hidden_layers=setup.layers, num_attention_heads=setup.heads, num_key_value_heads=setup.kv_heads,
@@ -64,7 +64,7 @@ def windowed(setup: Setup, window: int | None) -> PreTrainedModel:
 def growing(
     setup: Setup, lengths: Sequence[int], window: int, runs: int, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds a million tokens at each length, with the window; and without, at the first two."""
+    """Measure the seconds a million tokens at each length with the window, and at the first two without."""
     models = {window: windowed(setup, window), None: windowed(setup, None)}
     for model in models.values():
         timed(model, [tokens(setup, lengths[0])])

@@ -1,4 +1,4 @@
-"""When is fetching hidden behind computing? Seconds of both for one chunk, and what double buffering does to a step.
+"""Fetch behind compute: seconds of both for one chunk, and the effect of double buffering on a step.
 
 The first table is the sweet spot of the FPDT talk: keys and values of a chunk come from disk in time linear in the
 chunk, attention of one chunk to another takes time quadratic in it; where the lines cross, the fetch hides. The second
@@ -36,7 +36,7 @@ EXPOSED_TARGET = 0.03
 
 
 def seconds_of(work: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a piece of work."""
+    """Return the median seconds of a function."""
     samples = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -46,7 +46,7 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
 
 
 def one_chunk(setup: Setup, chunk: int, folder: Path, repeats: int = 7) -> dict[str, float]:
-    """Seconds to bring keys and values of a chunk, and to attend from one chunk to another, forward and backward."""
+    """Measure the fetch of a chunk's keys and values, and attention from one chunk to another, forward and backward."""
     q = torch.randn(1, setup.heads, chunk, setup.head_dim)
     k, v = (torch.randn(1, setup.kv_heads, chunk, setup.head_dim) for _ in range(2))
     kernel, scale = resolve(q.device, q.dtype, setup.head_dim, setup.head_dim), setup.head_dim**-0.5
@@ -69,7 +69,7 @@ def one_chunk(setup: Setup, chunk: int, folder: Path, repeats: int = 7) -> dict[
 
 
 def steps(setup: Setup, length: int, runs: int, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Steps with each number of buffers, all within the budget that the largest number needs, and resident ones."""
+    """Measure steps with each number of buffers, all within the budget of the largest number, and resident ones."""
     base, disk = build(setup, "fp32"), str(folder)
     needed = {
         str(n): smallest_budget(base, length, chunk_size=setup.chunk_size, prefetch=n, offload_dir=disk)
@@ -85,7 +85,7 @@ def steps(setup: Setup, length: int, runs: int, folder: Path, tell: Callable[[st
 
 
 def tables(chunks: dict[int, dict[str, float]], found: dict[str, Any]) -> list[Table]:
-    """Both tables."""
+    """Return both tables."""
     first = Table(title="one chunk", header_style="bold")
     for column in ("tokens", "fetch ms", "attention forward ms", "backward ms", "fetch / forward"):
         first.add_column(column, justify="right")
@@ -107,7 +107,7 @@ def tables(chunks: dict[int, dict[str, float]], found: dict[str, Any]) -> list[T
 
 
 def draw(chunks: dict[int, dict[str, float]], found: dict[str, Any], path: Path, subtitle: str) -> None:
-    """The sweet spot, and the steps."""
+    """Draw the sweet spot and the steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Does a step's memory grow with the sequence, at fixed budgets? One layer, all stores on disk beyond their budget.
+"""Memory of a step as the sequence grows, at fixed budgets: one layer, all stores over budget on disk.
 
 Each length runs in a process of its own; what counts is the peak of the resident set during one step above what was
 resident before it, after a short step with the same settings.

@@ -1,4 +1,4 @@
-"""What each `keep` and `checkpoint_every` holds and costs: bytes a token against the formula, and seconds of a step.
+"""Memory and time of each `keep` and `checkpoint_every`: bytes a token beside the formula, and seconds of a step.
 
 The bytes are those that the engine counts itself (stores on the device, at their peak), everything resident; the
 formula is that of docs/how-it-works.md. Seconds are medians of alternating rounds, shown as ratios to the default.
@@ -29,18 +29,18 @@ DEFAULT = "attention, 1"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One combination."""
+    """Combination of `keep` and `checkpoint_every`."""
 
     keep: str
     every: int
 
     @property
     def name(self) -> str:
-        """As the table says it."""
+        """Name of the combination in the table."""
         return f"{self.keep}, {self.every}"
 
     def bytes_per_token(self, setup: Setup, itemsize: int = 4) -> float:
-        """What the design's table says, all layers and the live one.
+        """Return the bytes a token by the formula, the live layer included.
 
         Kept: inputs of every g-th layer, outputs and log-sum-exps, keys and values. Live: inputs, and what else was not
         kept, of one group; keys/values and their fp32 gradients of one layer; the residual stream's gradient.
@@ -57,7 +57,7 @@ class Candidate:
 
 
 def measure(setup: Setup, choices: Sequence[Candidate], length: int, runs: int, tell: Callable[[str], None]) -> dict:
-    """Peak bytes a token, and seconds of every round."""
+    """Measure peak bytes a token, and seconds of every round."""
     ids_BS = tokens(setup, length)
     base = build(setup, "fp32")
     models = {c.name: prepare(base, c.keep, setup, checkpoint_every=c.every) for c in choices}
@@ -73,7 +73,7 @@ def measure(setup: Setup, choices: Sequence[Candidate], length: int, runs: int, 
 
 
 def table(setup: Setup, choices: Sequence[Candidate], found: dict) -> Table:
-    """All combinations, against the formula and the default."""
+    """Return the table of all combinations, beside the formula and the default."""
     drawn = Table(header_style="bold")
     for column in (
         "keep",
@@ -97,7 +97,7 @@ def table(setup: Setup, choices: Sequence[Candidate], found: dict) -> Table:
 
 
 def draw(choices: Sequence[Candidate], found: dict, path: Path, subtitle: str) -> None:
-    """Bytes a token against time, a line for each `keep`."""
+    """Draw bytes a token over time, a line for each `keep`."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""How long a context trains within the same memory: Hugging Face checkpointing, that with its loss tiled, Trunkline.
+"""Longest context within the same memory: Hugging Face checkpointing, the same with a tiled loss, Trunkline.
 
 Every trial is a process of its own: the model is loaded and warmed up, and then one step of so many tokens may take
 `--mib` more than was resident (the kernel's limit on a process's data is set to that; the peak of the resident set is
@@ -37,7 +37,7 @@ _MIB = 2**20
 
 
 def _tiled_loss(model: Any, ids_BS: Tensor) -> Tensor:
-    """Mean cross-entropy with logits of 128 tokens at a time, recomputed in backward."""
+    """Compute the mean cross-entropy with logits of 128 tokens at a time, recomputed in backward."""
     x_BSE = model.model(input_ids=ids_BS, use_cache=False).last_hidden_state
     targets_BS = F.pad(ids_BS[:, 1:], (0, 1), value=-100)
 
@@ -50,7 +50,7 @@ def _tiled_loss(model: Any, ids_BS: Tensor) -> Tensor:
 
 
 def _stepper(setup: Setup, way: str, settings: dict[str, Any]) -> Callable[[Tensor], float]:
-    """A model, and seconds of one step of it."""
+    """Return a model, and a function that runs a step and returns its seconds."""
     torch.set_num_threads(setup.threads)
     model: Any = build(setup, "fp32")
     if way == OURS:
@@ -71,7 +71,7 @@ def _stepper(setup: Setup, way: str, settings: dict[str, Any]) -> Callable[[Tens
 
 
 def _trial(setup: Setup, way: str, length: int, limit: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run a step in this process: its seconds, and the peak above what was resident before."""
+    """Run a step in this process; return its seconds and the peak above the resident set before."""
     step = _stepper(setup, way, settings)
     idle = status("VmRSS")
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, resource.RLIM_INFINITY))
@@ -87,7 +87,7 @@ def _trial(setup: Setup, way: str, length: int, limit: int, settings: dict[str, 
 
 
 class Trials:
-    """Trials in processes of their own, none twice."""
+    """Trials, each in its own process, none twice."""
 
     def __init__(self, setup: Setup, limit: int, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
         self._fixed = {"limit": limit, "settings": settings}
@@ -95,7 +95,7 @@ class Trials:
         self.found: dict[str, dict[int, dict[str, Any]]] = {CHECKPOINTING: {}, TILED: {}, OURS: {}}
 
     def run(self, way: str, length: int) -> dict[str, Any]:
-        """One trial."""
+        """Run a trial, or return its known result."""
         setup = {"layers": self._setup.layers, "vocab_size": self._setup.vocab_size, "heads": self._setup.heads,
                  "kv_heads": self._setup.kv_heads, "chunk_size": "auto", "threads": self._setup.threads}  # fmt: skip
         task = {"setup": setup, "way": way, "length": length, **self._fixed}
@@ -106,7 +106,7 @@ class Trials:
         return result
 
     def reach(self, way: str, start: int) -> int:
-        """The longest length that runs, within 5%."""
+        """Return the longest length that runs, within 5%."""
         good, bad = 0, start
         while "failed" not in self.run(way, bad):
             good, bad = bad, 2 * bad
@@ -122,7 +122,7 @@ class Trials:
 def _timed(
     setup: Setup, way: str, length: int, runs: int, settings: dict[str, Any], tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Seconds of steps of Trunkline and another way, in alternation."""
+    """Measure steps of Trunkline and of another variant in alternation."""
     ids_BS, steps = tokens(setup, length), {name: _stepper(setup, name, settings) for name in (OURS, way)}
     for step in steps.values():
         step(ids_BS)

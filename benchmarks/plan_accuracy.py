@@ -1,4 +1,4 @@
-"""How true an estimate is on this machine: predicted and measured, of the same steps.
+"""Accuracy of estimates on this machine: estimated and measured numbers of the same steps.
 
 First the machine is measured, as `trunkline tune` does it, for one process and for two at a time; then every setting is
 estimated with that profile, and run. Times are the least of several rounds, in alternation over all settings, since
@@ -41,7 +41,7 @@ _MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A step.
+    """Step to compare.
 
     Attributes:
         name: for the table.
@@ -59,7 +59,7 @@ class Setting:
 
 
 def settings_of(disk: str) -> list[Setting]:
-    """What is compared."""
+    """Return the steps to compare."""
     squeezed = {"chunk_size": 2_048, "offload_dir": disk, "device_budget": "48MiB"}
     return [
         Setting("8K, chunk 1K", 8_192, settings={"chunk_size": 1_024}),
@@ -89,7 +89,7 @@ _models: dict[str, Any] = {}
 
 
 def serve(what: str, **task: Any) -> Any:
-    """A task of a rank."""
+    """Run a task on this rank."""
     mesh = _mesh()
     if what == "tune":
         survey = MachineSurvey(torch.device("cpu"), Path(task["disk"]), (64,))
@@ -115,7 +115,7 @@ def _step(model: Any, ids_BS: torch.Tensor) -> float:
 
 
 def _memory(setup: Setup, setting: dict[str, Any]) -> dict[str, Any]:
-    """The peak of the resident set in a step, above what was resident before."""
+    """Measure the peak of the resident set in a step, above its size before."""
     torch.set_num_threads(setup.threads)
     given = Setting(**setting)
     model = trunkline.stream(build(setup, given.dtype), **given.settings)
@@ -132,7 +132,7 @@ def _memory(setup: Setup, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted(setup: Setup, setting: Setting, hardware: Hardware) -> dict[str, Any]:
-    """What an estimate says of a step."""
+    """Estimate a step."""
     found = estimate(
         build(setup, setting.dtype), setting.length, device="cpu", hardware=hardware,
         parallel_dims=ParallelDims(sp=setting.ranks), sharding_spec=ShardingSpec(zero=0), **setting.settings,

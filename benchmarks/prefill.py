@@ -1,4 +1,4 @@
-"""Prefill against its own kernels and against transformers'; decoding against keys and values on disk.
+"""Prefill beside its kernels alone and beside transformers'; decoding with keys and values on disk.
 
 Time: a prefill, the attention kernels and matrix products of it run bare, and transformers' own prefill (`use_cache`,
 SDPA) of the same model, in alternation. Memory: the peak of the resident set in a process of its own, above what the
@@ -36,7 +36,7 @@ _MIB = 2**20
 
 
 def build(setup: Setup, dtype: str) -> LlamaForCausalLM:
-    """SmolLM2-135M's shape, by default, in fewer layers."""
+    """Build a model of SmolLM2-135M's shape with fewer layers."""
     torch.set_num_threads(setup.threads)
     torch.manual_seed(setup.seed)
     config = LlamaConfig(
@@ -48,18 +48,18 @@ def build(setup: Setup, dtype: str) -> LlamaForCausalLM:
 
 
 def tokens(setup: Setup, length: int) -> Tensor:
-    """A prompt, (1, S)."""
+    """Return a prompt (1, S)."""
     return torch.randint(0, setup.vocab_size, (1, length), generator=torch.Generator().manual_seed(setup.seed))
 
 
 @torch.no_grad()
 def own_prefill(model: LlamaForCausalLM, ids: Tensor) -> Any:
-    """A prefill of transformers' own."""
+    """Run transformers' own prefill."""
     return model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
 
 def kv_bytes(setup: Setup, length: int, dtype: str) -> int:
-    """Bytes of keys and values."""
+    """Return the bytes of keys and values."""
     return 2 * setup.layers * setup.kv_heads * setup.head_dim * length * DTYPES[dtype].itemsize
 
 
@@ -67,7 +67,7 @@ def kv_bytes(setup: Setup, length: int, dtype: str) -> int:
 
 
 def memory(setup: Setup, dtype: str, length: int, who: str, chunk_size: int) -> dict[str, Any]:
-    """The most that a prefill takes beside weights, keys and values."""
+    """Return the peak of a prefill without weights, keys and values."""
     model, ids = build(setup, dtype), tokens(setup, length)
     if who == "trunkline":
         trunkline.stream(model, chunk_size=chunk_size)
@@ -87,7 +87,7 @@ def memory(setup: Setup, dtype: str, length: int, who: str, chunk_size: int) -> 
 
 
 def speed(setup: Setup, dtype: str, length: int, chunk_size: int, rounds: int, console: Console) -> dict[str, Any]:
-    """Seconds of a prefill, of its kernels alone, and of transformers' own."""
+    """Measure a prefill, its kernels alone, and transformers' prefill."""
     model, ids = build(setup, dtype), tokens(setup, length)
     trunkline.stream(model, chunk_size=chunk_size)
     with Recorder() as recorder:
@@ -122,7 +122,7 @@ def speed(setup: Setup, dtype: str, length: int, chunk_size: int, rounds: int, c
 
 
 def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, count: int) -> dict[str, Any]:
-    """Decoded tokens against keys and values on disk, with a core left to what reads it."""
+    """Measure decoding with keys and values on disk, with one core left to the reader."""
     model, ids = build(setup, dtype), tokens(setup, length)
     chunk = 2 * setup.kv_heads * setup.head_dim * chunk_size * DTYPES[dtype].itemsize
     hidden = setup.hidden_size * chunk_size * DTYPES[dtype].itemsize
@@ -154,7 +154,7 @@ def decoding(setup: Setup, dtype: str, length: int, chunk_size: int, disk: str, 
 
 
 def _scratch(folder: str) -> int:
-    """The descriptor of this process's scratch file, which has no name."""
+    """Return the descriptor of this process's unnamed scratch file."""
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             name = str(each.readlink())
@@ -164,13 +164,13 @@ def _scratch(folder: str) -> int:
 
 
 def _evict(descriptor: int) -> None:
-    """What is in a file is on the disk only."""
+    """Drop a file from the page cache, so that reads go to the disk."""
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sequential(descriptor: int) -> float:
-    """Bytes in a second of a file from its start to its end, in reads of 8 MiB, with nothing beside it."""
+    """Measure the bytes a second of a sequential read of a file, in reads of 8 MiB, with nothing else running."""
     into, done, count = bytearray(8 * _MIB), 0, 1
     _evict(descriptor)
     begin = time.perf_counter()
@@ -241,7 +241,7 @@ def main() -> None:
 
 
 def vars_of(setup: Setup) -> dict[str, Any]:
-    """A setup as JSON says it."""
+    """Return a setup as a JSON value."""
     return {name: getattr(setup, name) for name in setup.__dataclass_fields__}
 
 

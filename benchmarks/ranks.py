@@ -1,4 +1,4 @@
-"""What each rank holds, and how fast several are, on gloo processes of one thread each.
+"""Memory of each rank, and speed of several, on gloo processes of one thread each.
 
 Three tables: bytes that a rank holds (stores of a step, parameters, AdamW's state) for several meshes; tokens/s of one
 and of two processes on the same tokens, in alternation; and the peak memory of a rank as the sequence grows, in chunks
@@ -41,7 +41,7 @@ _meshes: dict[str, DeviceMesh] = {}
 
 
 def _model(setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int) -> nn.Module:
-    """A model over a mesh of this job, made once."""
+    """Return a model over a mesh of this job, made once."""
     key = repr((setup, parallel_dims))
     if key not in _models:
         _models.clear()
@@ -56,7 +56,7 @@ def _model(setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int
 def serve(
     what: str, setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int, length: int
 ) -> dict[str, Any]:
-    """Do a task on this rank."""
+    """Run a task on this rank."""
     model = _model(setup, parallel_dims, chunk_size)
     if what == "warm up":
         model.zero_grad()
@@ -88,7 +88,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[str, Any]:
-    """What a rank holds on each mesh."""
+    """Measure the memory of a rank on each mesh."""
     found: dict[str, Any] = {}
     for name, parallel_dims in MESHES.items():
         world = 1
@@ -115,7 +115,7 @@ def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[s
 
 
 def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Console) -> tuple[dict[str, Any], float]:
-    """Seconds of a step with one process and with two, on the same tokens."""
+    """Measure a step with one process and with two, on the same tokens."""
     task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "chunk_size": chunk_size}
     jobs = {name: (Job(1 if not MESHES[name] else 2, 1, serve), MESHES[name]) for name in ("1 process", "sp 2", "cp 2")}
     last: dict[str, list[dict[str, Any]]] = {}
@@ -147,7 +147,7 @@ def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Consol
 
 
 def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Console) -> dict[int, dict[str, int]]:
-    """Peak memory of a rank as the sequence grows: in chunks, and Ulysses alone."""
+    """Measure the peak memory of a rank as the sequence grows: in chunks, and with Ulysses alone."""
     found: dict[int, dict[str, int]] = {}
     task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "parallel_dims": {"sp": 2}}
     os.environ.update(MALLOC)  # of the processes to come; slower, and so not for those that are timed
@@ -175,7 +175,7 @@ def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Cons
 
 
 def draw(found: dict[int, dict[str, int]], path: Path) -> None:
-    """The growth as a figure."""
+    """Draw the growth."""
     import matplotlib
 
     matplotlib.use("Agg")

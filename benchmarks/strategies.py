@@ -1,4 +1,4 @@
-"""Attention by head groups against attention streamed chunk by chunk, where neither fits: which is faster on disk?
+"""Attention by head groups beside attention streamed chunk by chunk, where keys and values are on disk.
 
 Both run within the same device_budget, the smaller of the two that either accepts, rounded up to what the other needs;
 everything else goes to disk. Streamed, keys and values travel once for every later chunk; by head groups everything

@@ -1,4 +1,4 @@
-"""Trunkline against Hugging Face with and without gradient checkpointing: time, memory, and where the time goes.
+"""Trunkline beside Hugging Face with and without gradient checkpointing: time, memory, and where the time goes.
 
 One model, the same weights and tokens, in one process and in alternation. Absolute seconds mean little on a shared
 machine: what counts is the ratio to checkpointing within each round. See README.md beside this file.
@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 1_024
 
 
 class Bench:
-    """Measures cells: one length and dtype, all variants.
+    """Measurement of cells; a cell is one length and dtype with all variants.
 
     Args:
         setup: what is held fixed.
@@ -55,7 +55,7 @@ class Bench:
         self._models: dict[str, torch.nn.Module] = {}
 
     def run(self, length: int, dtype: str) -> None:
-        """Measure what is still missing of one cell, cheapest first."""
+        """Measure the missing parts of a cell, the cheapest first."""
         cell = self.results.cell(length, dtype)
         if "memory" in self.measures:
             self._memory(cell)
@@ -81,7 +81,7 @@ class Bench:
             self.display.measured(cell, f"memory of {variant}: {said}")
 
     def _parts(self, cell: Cell, variants: Sequence[str], bare: Sequence[str]) -> dict[str, list[Call]]:
-        """One recorded step of each variant that has none yet, and of those whose calls are wanted."""
+        """Record a step of each variant without one, and of the variants whose calls are wanted."""
         wanted = [v for v in variants if "parts" in self.measures and v not in cell.parts]
         calls: dict[str, list[Call]] = {}
         for variant in variants:
@@ -130,7 +130,7 @@ class Bench:
             self.results.save()
 
     def _model(self, dtype: str, variant: str) -> torch.nn.Module:
-        """The model of a variant, warmed up; those of one dtype at a time."""
+        """Return the warmed-up model of a variant; only models of one dtype are held at a time."""
         if self._dtype != dtype:
             self._dtype, self._models = dtype, {}
         if variant not in self._models:
@@ -140,7 +140,7 @@ class Bench:
 
 
 def cost(length: int, dtype: str) -> float:
-    """Roughly what a cell takes, to run the cheap ones first."""
+    """Return the rough cost of a cell, so that cheap ones run first."""
     slow = dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return float(length) ** 2 * (5 if slow else 1)
 
@@ -176,7 +176,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 2 for settings that cannot be meant."""
+    """Run the benchmark; the exit status is 2 for contradicting settings."""
     given = _arguments(arguments)
     torch.set_num_threads(given.threads)
     setup = Setup(given.layers, given.vocab, given.chunk_size, given.threads)

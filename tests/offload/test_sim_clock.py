@@ -1,4 +1,4 @@
-"""The time of a machine that is not there, against what can be worked out by hand."""
+"""Simulated clock: times that are worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LINK = QueueSpeeds(
 )
 
 
-def test_compute_runs_one_thing_after_another() -> None:
+def test_compute_runs_operators_one_after_another() -> None:
     clock = SimClock(QueueSpeeds())
     clock.run(2, "a")
     clock.run(3, "b")
@@ -20,7 +20,7 @@ def test_compute_runs_one_thing_after_another() -> None:
     assert clock.busy["compute"] == pytest.approx(5)
 
 
-def test_a_job_is_ready_when_compute_is_done_with_what_came_before() -> None:
+def test_an_item_is_ready_when_compute_ends_its_earlier_work() -> None:
     clock = SimClock(LINK, record=True)
     clock.run(2, "a")
     job = clock.submit("in", 30, label="x")
@@ -33,7 +33,7 @@ def test_a_job_is_ready_when_compute_is_done_with_what_came_before() -> None:
     assert clock.segments["in"] == [(pytest.approx(2), pytest.approx(5), "x")]
 
 
-def test_a_job_that_is_over_costs_no_wait() -> None:
+def test_an_item_that_has_ended_exposes_nothing() -> None:
     clock = SimClock(LINK)
     job = clock.submit("in", 30)
     clock.run(4, "a")
@@ -42,7 +42,7 @@ def test_a_job_that_is_over_costs_no_wait() -> None:
     assert clock.exposed == {"in": pytest.approx(0)}
 
 
-def test_both_directions_share_a_link_whoever_came_first() -> None:
+def test_both_directions_share_a_link_in_any_order_of_submission() -> None:
     """10 units in alone until second 1, then 6 a second beside 4 out: in is over at 1 + 20/6, out goes on alone."""
     for first in ("in", "out"):
         clock = SimClock(LINK)
@@ -61,7 +61,7 @@ def test_both_directions_share_a_link_whoever_came_first() -> None:
         assert leaving.end == pytest.approx(1 + shared + (40 - 4 * shared) / 8)
 
 
-def test_jobs_of_a_queue_keep_their_order_and_wait_for_others() -> None:
+def test_items_of_a_queue_keep_their_order_and_wait_for_others() -> None:
     clock = SimClock(LINK)
     stash = clock.submit("out", 8)
     fetch = clock.submit("in", 10, after=stash)
@@ -80,7 +80,7 @@ def test_a_busy_queue_slows_compute() -> None:
     assert clock.compute == pytest.approx(3.5)
 
 
-def test_the_host_may_be_slower_than_the_device() -> None:
+def test_compute_waits_for_a_slow_host() -> None:
     clock = SimClock(QueueSpeeds(host_seconds=0.5))
     for _ in range(4):
         clock.issue()
@@ -92,7 +92,7 @@ def test_the_host_may_be_slower_than_the_device() -> None:
     assert clock.compute == pytest.approx(6.5)  # from 2.5, when the first of these was issued
 
 
-def test_on_a_cpu_the_host_computes() -> None:
+def test_a_synchronous_host_adds_its_time_to_compute() -> None:
     clock = SimClock(QueueSpeeds(host_seconds=0.5, synchronous=True))
     for _ in range(4):
         clock.issue()

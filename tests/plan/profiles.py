@@ -10,7 +10,7 @@ KINDS = ("copy", "pointwise", "transcendental", "reduction")
 
 
 def constant(device_type: str = "cuda", **changes: Any) -> Hardware:
-    """A machine.
+    """Return a profile.
 
     Args:
         device_type: `cuda` or `cpu`, which has no link.

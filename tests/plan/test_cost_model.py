@@ -1,4 +1,4 @@
-"""What operators cost: kinds, the bytes that they read and write, FLOPs of products and of attention."""
+"""Costs of operators: kinds, bytes read and written, FLOPs of products and of attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kinds(kind: str) -> None:
+def test_operators_are_classified(kind: str) -> None:
     assert {str(func): operator_kind(func) for func in KINDS[kind]} == {str(func): kind for func in KINDS[kind]}
 
 
@@ -97,7 +97,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_over_a_rate(name: str) -> None:
+def test_cost_is_bytes_over_the_rate_of_the_kind(name: str) -> None:
     func, args, nbytes, kind = BYTES[name]
     kwargs = {"dtype": torch.bfloat16} if func is aten._to_copy.default else {}
     assert cost(func, *args, **kwargs) == OperatorCost(pytest.approx(nbytes / RATES[kind]), 0)
@@ -106,11 +106,11 @@ def test_bytes_over_a_rate(name: str) -> None:
 @pytest.mark.parametrize(
     ("func", "args"), [(aten.view.default, (X, [-1])), (aten._unsafe_view.default, (X, [N])), (aten.t.default, (X,))]
 )
-def test_views_cost_the_device_nothing(func: Any, args: Any) -> None:
+def test_views_are_free(func: Any, args: Any) -> None:
     assert cost(func, *args) == FREE
 
 
-def test_no_kernel_is_faster_than_the_least_one() -> None:
+def test_no_kernel_is_faster_than_a_launch() -> None:
     slow = CostModel(constant(kernel_seconds=1e-5))
     assert slow.operator_cost(aten.add.Tensor, (X, X), {}, X).seconds == 1e-5
     assert slow.operator_cost(aten.mm.default, (X, X.T), {}, meta(64, 64)).seconds == 1e-5
@@ -132,14 +132,14 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_by_their_flops(name: str) -> None:
+def test_matrix_products_cost_their_flops(name: str) -> None:
     """All of them are 512 rows by 128 by 256."""
     func, args = PRODUCTS[name]
     flops = 2 * 512 * 128 * 256
     assert cost(func, *args) == OperatorCost(pytest.approx(flops / 1e13), flops)
 
 
-def test_thin_products_by_their_bytes() -> None:
+def test_thin_matrix_products_cost_their_bytes() -> None:
     vector, matrix = meta(1, 4096), meta(4096, 4096)
     nbytes = 4 * (4096 + 4096 * 4096 + 4096)
     assert cost(aten.mm.default, vector, matrix) == OperatorCost(pytest.approx(nbytes / 1e12), 2 * 4096 * 4096)
@@ -149,8 +149,8 @@ def attended(direction: Any, *, kernel: str = "flash", causal: bool = True) -> K
     return KernelCall(direction, kernel, torch.bfloat16, 2, 8, 4, 64, 256, 128, 96, causal)
 
 
-def test_attention_by_its_pairs() -> None:
-    """Causal: the last query sees all keys. Backward computes scores again, which take time and are no work."""
+def test_attention_costs_its_query_key_pairs() -> None:
+    """Causal: the last query sees all keys. Scores that backward recomputes count as time, not as FLOPs."""
     costs = CostModel(MACHINE)
     for causal, seen in ((True, 64 * 256 - 64 * 63 // 2), (False, 64 * 256)):
         pairs = 2 * 8 * seen
@@ -159,7 +159,7 @@ def test_attention_by_its_pairs() -> None:
         assert backward == OperatorCost(pytest.approx(5 * (128 + 96) * pairs / 1.5e14), 4 * (128 + 96) * pairs)
 
 
-def test_attention_by_plain_products_takes_longer() -> None:
+def test_math_attention_takes_longer_than_flash() -> None:
     """All of the rectangle, and scores in fp32 through memory, for the same FLOPs."""
     costs = CostModel(MACHINE)
     for direction in ("forward", "backward"):
@@ -168,7 +168,7 @@ def test_attention_by_plain_products_takes_longer() -> None:
         assert math.seconds > 6 * 2 * 8 * 64 * 256 * 4 / RATES["transcendental"] > flash.seconds
 
 
-def test_products_of_experts_are_work() -> None:
+def test_products_of_experts_count_as_flops() -> None:
     """A layer is computed forward, again in backward, and its gradients: four thirds of the mathematics, but the head.
 
     Attention is kept; its part in a model with heads this narrow is small.

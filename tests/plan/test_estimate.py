@@ -22,7 +22,7 @@ LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 
 
 def case(family: str = "llama", seq_len: int = 37, batch: int = 1, **more: Any) -> dict[str, Any]:
-    """A step: of which model, on how many tokens; what else changes the model, and settings of `stream`."""
+    """Return a step: its model, tokens, changes of the model, and settings of `stream`."""
     return {"family": family, "seq_len": seq_len, "batch": batch, **more}
 
 
@@ -59,7 +59,7 @@ STEPS = {
 
 
 def model_of(step: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The model of a step, and what is left of it: settings of `stream`."""
+    """Return the model of a step, and its settings of `stream`."""
     given = dict(step)
     family, dtype = given.pop("family"), given.pop("dtype", torch.float32)
     lora, above = given.pop("lora", False), given.pop("above", 0)
@@ -74,7 +74,7 @@ def model_of(step: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def stepped(model: torch.nn.Module, step: dict[str, Any], settings: dict[str, Any]) -> trunkline.Stats:
-    """What a real step holds and moves."""
+    """Run a real step and return its statistics."""
     trunkline.stream(model, **settings)
     ids = tokens(step["batch"], step["seq_len"])
     documents = {"position_ids": positions([step["documents"]] * step["batch"])} if "documents" in step else {}
@@ -84,7 +84,7 @@ def stepped(model: torch.nn.Module, step: dict[str, Any], settings: dict[str, An
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_peaks_and_bytes_are_those_of_the_step(name: str, tmp_path: Path) -> None:
+def test_peaks_and_moved_bytes_equal_those_of_the_step(name: str, tmp_path: Path) -> None:
     step = STEPS[name]
     model, settings = model_of(step)
     if "device_budget" in settings:
@@ -100,7 +100,7 @@ def test_peaks_and_bytes_are_those_of_the_step(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("budget", [None, "32KiB"])
-def test_a_forward_alone(budget: str | None, tmp_path: Path) -> None:
+def test_a_forward_without_gradients_equals_the_real_one(budget: str | None, tmp_path: Path) -> None:
     model = build("llama", torch.float32)
     settings = {"chunk_size": 4, **({"device_budget": budget, "offload_dir": tmp_path} if budget else {})}
     found = estimate(model, 64, backward=False, **settings)
@@ -113,8 +113,8 @@ def test_a_forward_alone(budget: str | None, tmp_path: Path) -> None:
     assert 2 * found.peaks["device"] < estimate(model, 64, chunk_size=4).peaks["device"]
 
 
-def test_the_model_stays_as_it_was() -> None:
-    """Estimated while it is streamed, too: its own tiers and forward see nothing of it."""
+def test_the_model_is_not_changed() -> None:
+    """Also while it is streamed: its tiers and forward are not touched."""
     model = build("llama", torch.float32)
     trunkline.stream(model, chunk_size=8)
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -127,7 +127,7 @@ def test_the_model_stays_as_it_was() -> None:
 
 
 def test_one_meta_model_serves_many_estimates() -> None:
-    """And what one of them does to it no other sees: parameters spread over ranks, then whole again."""
+    """One estimate does not change the next: parameters are sharded in one, and whole in the other."""
     model = build("llama", torch.float32)
     meta_model = MetaModel.from_model(model)
     sharding_spec = estimate(meta_model, 32, chunk_size=8, parallel_dims=ParallelDims(dp=2))
@@ -161,6 +161,6 @@ def test_bad_arguments_are_refused() -> None:
     refused("parallel_dims={'sp': 2}: give trunkline.ParallelDims", parallel_dims={"sp": 2})
 
 
-def test_a_dtype_that_a_machine_is_not_known_for() -> None:
+def test_a_dtype_without_figures_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'made-up' has no figures of .* for torch.float64, only for bf16, fp32"):
         estimate(build("llama", torch.float64), 8, hardware=constant())

@@ -1,4 +1,4 @@
-"""How long an estimated step takes: closed forms on machines whose speeds are the same at all sizes."""
+"""Time of an estimated step: closed forms on machines whose speeds are the same at all sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def one(value: float) -> dict[str, Any]:
 
 
 def link(there: float, both: float | None = None) -> dict[str, Any]:
-    """The same speed in both directions."""
+    """Return a link with the same speed in both directions."""
     together = one(there if both is None else both)
     return {"to_device": one(there), "to_host": one(there), "both_to_device": together, "both_to_host": together,
             "devices_per_uplink": one(1)}  # fmt: skip
@@ -49,7 +49,7 @@ _NOTHING = {"memory": memory(1e30), "kernel_seconds": 1e-30, "host_seconds": 1e-
     ("keep", "forwards", "projections"),
     [(("attention", "kv"), 1, 0), (("attention",), 1, N - 1), (("kv",), 2, 0), ((), 2, N - 1)],
 )
-def test_products_and_attention_over_their_rates(keep: tuple[str, ...], forwards: int, projections: int) -> None:
+def test_seconds_are_flops_over_their_rates(keep: tuple[str, ...], forwards: int, projections: int) -> None:
     """GPT-2, whose positions are a table: a layer has 12 E² weights, and one product for queries, keys and values."""
     found = step("gpt2", torch.bfloat16, keep=keep, **_NOTHING)
     layer = 2 * S * 12 * E * E
@@ -67,7 +67,7 @@ def test_products_and_attention_over_their_rates(keep: tuple[str, ...], forwards
     assert found.mfu == pytest.approx(found.model_flops / seconds / 4e14)
 
 
-def test_bytes_over_their_rate() -> None:
+def test_seconds_are_bytes_over_their_rate() -> None:
     """Where only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter, too."""
     slow = step(memory=memory(1e6), optimizer=AdamWSpec())
     assert slow.seconds == pytest.approx(2 * step(memory=memory(2e6), optimizer=AdamWSpec()).seconds, rel=1e-3)
@@ -77,21 +77,21 @@ def test_bytes_over_their_rate() -> None:
     assert slow.seconds == end
 
 
-def test_no_kernel_takes_less_than_the_least() -> None:
+def test_a_step_takes_at_least_a_launch_for_each_kernel() -> None:
     """With a second for each, a step is as many seconds as kernels; views are none."""
     found = step(kernel_seconds=1.0)
     assert found.seconds == pytest.approx(round(found.seconds), abs=1e-3)
     assert 0.4 * found.operators < found.seconds < 0.7 * found.operators
 
 
-def test_the_host_hides_behind_the_device_or_holds_it_up() -> None:
+def test_a_slow_host_holds_the_device_up() -> None:
     """Issued ahead: the longer of the two. On a CPU, which waits: their sum."""
     device, host = step(kernel_seconds=1e-3).seconds, 1e-3 * step().operators
     assert step(kernel_seconds=1e-3, host_seconds=1e-6).seconds == pytest.approx(device, rel=1e-3)
     assert step(host_seconds=1e-3).seconds == pytest.approx(host, rel=1e-3)
 
 
-def test_a_slow_link_is_waited_for() -> None:
+def test_compute_waits_for_a_slow_link() -> None:
     quick, slow = (step(link=link(rate), **LEAN) for rate in (1e15, 1e6))
     moved = estimate(build("llama", torch.float32), S, device="cuda", **LEAN).moved
     for lane in ("fetch", "stash"):
@@ -102,7 +102,7 @@ def test_a_slow_link_is_waited_for() -> None:
     assert slow.seconds > max(slow.busy.values())
 
 
-def test_double_buffering_hides_what_one_buffer_exposes() -> None:
+def test_two_buffers_hide_moves_that_one_exposes() -> None:
     """Where moves take no longer than kernels: with one buffer nearly all are waited for, with two next to none."""
     exposed = {}
     for prefetch in (1, 2):
@@ -119,7 +119,7 @@ def test_two_directions_share_a_link() -> None:
     assert sum(shared.busy.values()) > sum(alone.busy.values())
 
 
-def test_a_disk_behind_the_link() -> None:
+def test_chunks_on_disk_go_over_the_link_too() -> None:
     """Chunks go over both; a lane is busy with each."""
     lean = {**LEAN, "host_budget": "8KiB", "offload_dir": ".", "disk_budget": "1MiB"}
     slow = {name: one(1e5) for name in ("read", "write", "both_read", "both_write")}
@@ -130,7 +130,7 @@ def test_a_disk_behind_the_link() -> None:
     assert below.step.seconds > below.step.busy["fetch"] > 100 * above.step.busy["fetch"]
 
 
-def test_compute_is_slower_while_a_lane_works() -> None:
+def test_a_busy_lane_slows_compute() -> None:
     """By half all the time: twice as long; moves that take no time slow nothing down."""
     # Such that fetches are under way most of the time, and hardly waited for.
     given = {"link": link(1e9), "kernel_seconds": 1e-6, **LEAN}
@@ -141,7 +141,7 @@ def test_compute_is_slower_while_a_lane_works() -> None:
     assert step(interference={"fetch": one(0.5)}, **quick).seconds == pytest.approx(step(**quick).seconds, rel=1e-3)
 
 
-def test_phases_are_the_whole_step() -> None:
+def test_phases_cover_the_whole_step() -> None:
     found = step(optimizer=AdamWSpec())
     assert [name for name, _, _ in found.phases] == ["embed", "forward", "head", "backward", "optimizer"]
     assert found.phases[0][1] == 0

@@ -1,4 +1,4 @@
-"""One rank of an estimated mesh against the ranks of a real one: bytes between them, and what each holds."""
+"""One rank of an estimated mesh equals the ranks of a real one: bytes sent, and bytes held."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEQ_LEN, BATCH = 40, 2
 
 
 def stepped(parallel_dims: dict[str, int], folder: str) -> list[dict[str, Any]]:
-    """What this rank holds and moves in a step of each case."""
+    """Return this rank's peaks and moved bytes in a step of each case."""
     mesh = trunkline.init_mesh(**parallel_dims)
     ids = tokens(BATCH, SEQ_LEN)
     found = []
@@ -44,7 +44,7 @@ def stepped(parallel_dims: dict[str, int], folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("axis", ["sp", "cp"])
-def test_bytes_and_peaks_are_those_of_the_ranks(axis: str, tmp_path: Any) -> None:
+def test_peaks_and_moved_bytes_equal_those_of_the_ranks(axis: str, tmp_path: Any) -> None:
     first, second = run(2, stepped, {axis: 2}, str(tmp_path))
     for (family, settings), real, other in zip(STEPS, first, second, strict=True):
         disk = {"offload_dir": tmp_path} if "device_budget" in settings else {}

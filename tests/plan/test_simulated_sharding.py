@@ -1,4 +1,4 @@
-"""Parameters over ranks that are not there: what is gathered and reduced, how long it takes, what a rank holds."""
+"""Simulated sharding: bytes gathered and reduced, their time, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def estimated(ranks: int, sharding_spec: ShardingSpec, **more: Any) -> Estimate:
         (2, 3 + 2, 3 * LAYER + 2 * OTHER),  # layers stay whole until their backward
     ],
 )
-def test_what_is_gathered_and_reduced(ranks: int, zero: int, gathers: int, nbytes: int) -> None:
+def test_seconds_of_gathers_and_reductions(ranks: int, zero: int, gathers: int, nbytes: int) -> None:
     found = estimated(ranks, ShardingSpec(zero=zero))
     away = (ranks - 1) / ranks  # of each rank's bytes
     assert found.step.busy["comm"] == pytest.approx((gathers + PIECES) * LATENCY + (nbytes + ALL) * away / BANDWIDTH)
@@ -47,27 +47,27 @@ def test_what_is_gathered_and_reduced(ranks: int, zero: int, gathers: int, nbyte
     assert found.memory["host"] == {}
 
 
-def test_replicas_that_are_whole_sum_their_gradients_twice_as_far() -> None:
+def test_unsharded_replicas_all_reduce_their_gradients() -> None:
     found = estimated(2, ShardingSpec(zero=0))
     assert found.step.busy["comm"] == pytest.approx(PIECES * LATENCY + 2 * ALL / 2 / BANDWIDTH)
     assert found.memory["device"]["parameters"] == ALL
     assert "gathered parameters" not in found.memory["device"]
 
 
-def test_the_next_layer_comes_while_one_is_computed() -> None:
+def test_the_next_layer_is_gathered_during_compute() -> None:
     """Where compute takes longer than a gather, only two of four are waited for: what is in no layer, and the first."""
     found = estimated(2, ShardingSpec(zero=3), hardware=constant(kernel_seconds=1e-3), backward=False)
     assert found.step.exposed["comm"] == pytest.approx(2 * LATENCY + (LAYER + OTHER) / 2 / BANDWIDTH, rel=1e-6)
     assert found.step.busy["comm"] == pytest.approx(4 * LATENCY + ALL / 2 / BANDWIDTH, rel=1e-6)
 
 
-def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
+def test_gradients_are_reduced_in_reduce_dtype() -> None:
     half = estimated(2, ShardingSpec(zero=3, reduce_dtype=torch.bfloat16))
     full = estimated(2, ShardingSpec(zero=3))
     assert full.step.busy["comm"] - half.step.busy["comm"] == pytest.approx(ALL / 2 / 2 / BANDWIDTH, rel=1e-6)
 
 
-def test_masters_rest_wider_than_what_computes() -> None:
+def test_master_shards_are_wider_than_gathered_parameters() -> None:
     """bf16 parameters, gathered as such, whose parts and gradients are fp32."""
     model = build("llama", torch.bfloat16)
     found = estimate(
@@ -84,7 +84,7 @@ def test_masters_rest_wider_than_what_computes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_offloaded_rests_in_host_memory(ranks: int) -> None:
+def test_offloaded_states_are_in_host_memory(ranks: int) -> None:
     rates = {"to_device": 2e10, "both_to_device": 2e10, "to_host": 2.5e10, "both_to_host": 2.5e10}
     link = {name: figure(value, "made up", "2026") for name, value in {**rates, "devices_per_uplink": UPLINK}.items()}
     found = estimated(ranks, ShardingSpec(offload=True), hardware=constant(link=link))

@@ -1,4 +1,4 @@
-"""Tensor parallelism in an estimate, against ranks that are there."""
+"""Tensor parallelism in an estimate equals that of real ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measured(parallel_dims: dict[str, int], settings: dict[str, Any]) -> dict[st
 
 
 @pytest.mark.parametrize("parallel_dims", [{"tp": 2}, {"tp": 2, "sp": 2}])
-def test_stores_and_parameters_are_those_of_a_rank(parallel_dims: dict[str, int]) -> None:
+def test_stores_and_parameters_equal_those_of_a_rank(parallel_dims: dict[str, int]) -> None:
     settings = {"chunk_size": 16}
     model = build("llama", torch.float32, **SHAPE)
     said = estimate(model, 64, parallel_dims=ParallelDims(**parallel_dims), sharding_spec=ShardingSpec(0), **settings)
@@ -46,7 +46,7 @@ def test_stores_and_parameters_are_those_of_a_rank(parallel_dims: dict[str, int]
     assert not dist.is_initialized()
 
 
-def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
+def test_ranks_share_all_flops_and_all_reduces_take_time() -> None:
     model = build("llama", torch.float32, vocab_size=96, **SHAPE)  # which two ranks can halve
     hardware = constant(dtypes=("bf16", "fp32"))
     steps = [
@@ -64,7 +64,7 @@ def test_all_flops_are_done_by_somebody_and_sums_take_time() -> None:
     assert steps[1].exposed["comm"] > 4 * 3 * model.config.num_hidden_layers * hardware.intra.latency  # type: ignore[union-attr]
 
 
-def test_it_does_not_go_with_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallelism_is_refused_inside_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     meta_model = MetaModel.from_model(build("llama", torch.float32, **SHAPE))
     monkeypatch.setattr(simulated_tp.dist, "is_initialized", lambda: True)
     with pytest.raises(ValueError, match="tp=2"), simulated_tp.tp_shard(meta_model, 2):
