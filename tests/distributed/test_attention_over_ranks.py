@@ -1,8 +1,9 @@
-"""Packed documents, windows, sinks and the like over ranks, against each document alone on one."""
+"""Packed documents, sliding windows and attention sinks over ranks, against each document alone on one process."""
 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from distributed.processes import run
 
 LENGTHS = [[5, 1, 17, 17], [12, 28]]
 FAMILIES = ["Llama", "Llama 4", "Mistral", "Gemma 2", "gpt-oss", "DeepSeek V3"]
+# Sinks, windows and grouped heads; value heads of another dimension than keys.
+FEW_FAMILIES = ["gpt-oss", "DeepSeek V3"]
 
 
 def compare(
     parallel_dims: dict[str, int], families: list[str], config: dict[str, Any], settings: dict[str, Any]
 ) -> list[str]:
-    """What differs from each document alone."""
+    """Return a text for each loss or gradient that differs from each document alone."""
     mesh = trunkline.init_mesh(**parallel_dims)
     wrong = []
     for row in (row for row in ROWS if any(row.family.startswith(name) for name in families)):
@@ -47,30 +50,40 @@ def compare(
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("parallel_dims", "families"),
-    [
-        ({"sp": 2}, FAMILIES), ({"cp": 2}, FAMILIES), ({"sp": 2, "cp": 2}, FAMILIES), ({"sp": 4}, FAMILIES[:3]),
-        ({"cp": 4}, FAMILIES[2:4]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_documents_windows_and_sinks(parallel_dims: dict[str, int], families: list[str]) -> None:
-    world = 1
-    for degree in parallel_dims.values():
-        world *= degree
-    for wrong in run(world, compare, parallel_dims, families, {}, {}):
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
+def test_documents_windows_and_sinks(parallel_dims: dict[str, int]) -> None:
+    for wrong in run(2, compare, parallel_dims, FEW_FAMILIES, {}, {}):
         assert not wrong
 
 
-@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}, {"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}], ids=str)
+def test_documents_windows_and_sinks_of_all_families(parallel_dims: dict[str, int]) -> None:
+    families = {"{'sp': 4}": FAMILIES[:3], "{'cp': 4}": FAMILIES[2:4]}.get(str(parallel_dims), FAMILIES)
+    for wrong in run(math.prod(parallel_dims.values()), compare, parallel_dims, families, {}, {}):
+        assert not wrong
+
+
+STREAMED, HEAD_GROUPS = {"attn_strategy": "streamed"}, {"attn_strategy": "head_groups"}
+RECOMPUTED = {"checkpoint_every": 2, "keep": ()}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{"attn_strategy": "streamed"}, {"attn_strategy": "head_groups"}, {"checkpoint_every": 2, "keep": ()}],
+    ("parallel_dims", "settings"),
+    [
+        ({"sp": 2}, HEAD_GROUPS),
+        ({"cp": 2}, STREAMED),
+        pytest.param({"sp": 2}, RECOMPUTED, marks=pytest.mark.soak),
+        pytest.param({"cp": 2}, RECOMPUTED, marks=pytest.mark.soak),
+        pytest.param({"sp": 2}, STREAMED, marks=pytest.mark.soak),
+        pytest.param({"cp": 2}, HEAD_GROUPS, marks=pytest.mark.soak),
+    ],
     ids=str,
 )
-def test_in_every_strategy(parallel_dims: dict[str, int], settings: dict[str, Any], tmp_path: Path) -> None:
-    """Sinks of head groups on ranks that have a half of the heads each; windows whose chunks are on disk."""
+def test_windows_and_sinks_with_offloading(
+    parallel_dims: dict[str, int], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ranks with half of the sinks each; windows whose chunks are on disk."""
     given = {"chunk_size": 8, "device_budget": "200KiB", "offload_dir": str(tmp_path), **settings}
     heads = {"num_key_value_heads": 4}
     for wrong in run(2, compare, parallel_dims, ["Mistral", "gpt-oss"], heads, given):
@@ -78,12 +91,12 @@ def test_in_every_strategy(parallel_dims: dict[str, int], settings: dict[str, An
 
 
 def compiled(parallel_dims: dict[str, int]) -> tuple[list[float], list[int]]:
-    """Errors and graphs after each of two steps."""
+    """Return the gradient error and the number of compiled graphs after each of two steps."""
     from torch._dynamo.testing import CompileCounter
 
     counter, compile_ = CompileCounter(), torch.nn.Module.compile
     torch.nn.Module.compile = lambda self: compile_(self, backend=counter)  # no code is generated
-    model, ids = build("llama", torch.float32, num_hidden_layers=4), tokens(2, 61)
+    model, ids = build("llama", torch.float32, num_hidden_layers=2), tokens(2, 61)
     expected = plain(copy.deepcopy(model), ids, ids, 120)[1]
     mesh = trunkline.init_mesh(**parallel_dims)
     trunkline.shard(model, mesh)
@@ -98,9 +111,9 @@ def compiled(parallel_dims: dict[str, int]) -> tuple[list[float], list[int]]:
     return errors, graphs
 
 
-@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"tp": 2}], ids=str)
-def test_compiled_layers(parallel_dims: dict[str, int]) -> None:
-    """Also where two chunks take turns in a layer."""
-    for errors, (first, second) in run(2, compiled, parallel_dims):
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.soak)], ids=str)
+def test_compiled_layers_are_traced_once(parallel_dims: dict[str, int]) -> None:
+    """Over sp two chunks are in the same compiled layer at a time."""
+    for errors, (first, second) in run(2, compiled, parallel_dims, fresh=True):
         assert max(errors) < 1e-5
         assert 0 < first == second

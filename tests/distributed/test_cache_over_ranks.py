@@ -1,9 +1,10 @@
-"""Prefill and decoding over ranks: the logits of one process, and its tokens."""
+"""Prefill and decoding over ranks: the same logits and tokens as one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,13 +23,11 @@ def expected_of(family: str, ids: torch.Tensor, **overrides: Any) -> tuple[Any, 
         return model, model(ids, use_cache=False).logits
 
 
+@patch("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 def read(
     parallel_dims: dict[str, int], zero: int | None, folder: str, settings: dict[str, Any], overrides: dict[str, Any]
 ) -> float:
-    """The largest error of logits after a prompt, and after what follows it."""
-    from trunkline.kv_cache import cache as cache_module
-
-    cache_module.DECODE_BUFFER_TOKENS = 8
+    """Return the largest error of logits after a prompt, and after the tokens that follow it."""
     ids = tokens(2, 121)
     model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, **overrides)
     mesh = trunkline.init_mesh(**parallel_dims)
@@ -42,14 +41,17 @@ def read(
     return error
 
 
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("budget", [None, 400_000])
+SP, CP, LARGE = {"sp": 2}, {"cp": 2}, 400_000
+
+
 @pytest.mark.parametrize(
-    ("parallel_dims", "zero"),
-    [({"sp": 2}, None), ({"cp": 2}, None), ({"sp": 2}, 3), ({"cp": 2}, 3)],
-    ids=["sp2", "cp2", "sp2-zero3", "cp2-zero3"],
-)
-def test_two_ranks(
+    ("parallel_dims", "zero", "budget", "window"),
+    [  # each pair of values once
+        (SP, None, None, 20), (SP, None, LARGE, None), (CP, None, None, None), (CP, None, LARGE, 20),
+        (SP, 3, None, None), (SP, 3, LARGE, 20), (CP, 3, None, 20), (CP, 3, LARGE, None),
+    ],
+)  # fmt: skip
+def test_logits_of_two_ranks(
     parallel_dims: dict[str, int], zero: int | None, budget: int | None, window: int | None, tmp_path: Path
 ) -> None:
     settings = {} if budget is None else {"device_budget": budget}
@@ -57,11 +59,9 @@ def test_two_ranks(
     assert max(errors) < 1e-9
 
 
+@patch("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 def go_on(folder: str) -> float:
-    """The largest difference of logits while tokens are decoded behind a prompt that has padding."""
-    from trunkline.kv_cache import cache as cache_module
-
-    cache_module.DECODE_BUFFER_TOKENS = 8  # they move on, and are joined, but not with the padding
+    """Return the largest error of logits while tokens are decoded after a prompt that ranks have padded."""
     ids = tokens(1, 60)
     model, expected = expected_of(
         "mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4, sliding_window=None
@@ -76,19 +76,19 @@ def go_on(folder: str) -> float:
     return worst
 
 
-def test_decoded_tokens_behind_a_padded_prompt(tmp_path: Path) -> None:
+def test_decoding_after_a_padded_prompt(tmp_path: Path) -> None:
     assert max(run(2, go_on, str(tmp_path))) < 1e-9
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel_dims", [{"sp": 2, "cp": 2}, {"sp": 4}, {"cp": 4}, {"dp": 2, "sp": 2}], ids=str)
-def test_four_ranks(parallel_dims: dict[str, int], tmp_path: Path) -> None:
+def test_logits_of_four_ranks(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     errors = run(4, read, parallel_dims, 3, str(tmp_path), {"device_budget": 400_000}, {"sliding_window": 20})
     assert max(errors) < 1e-9
 
 
 def write(parallel_dims: dict[str, int], folder: str) -> list[Any]:
-    """What is generated behind a prompt, and behind a cache that was on disk."""
+    """Return the tokens of transformers, of `generate` after a prompt, and after a cache loaded from disk."""
     model, ids = build("llama").eval(), tokens(2, 60)
     how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(ids, **how)
@@ -102,17 +102,15 @@ def write(parallel_dims: dict[str, int], folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
-def test_generation(parallel_dims: dict[str, int], tmp_path: Path) -> None:
+def test_generated_tokens(parallel_dims: dict[str, int], tmp_path: Path) -> None:
     for expected, found, again in run(2, write, parallel_dims, str(tmp_path)):
         assert found == expected
         assert again == expected
 
 
+@patch("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 def read_padded(parallel_dims: dict[str, int]) -> float:
-    """Rows of which one has most of its keys where another has padding, decoded several tokens at a time."""
-    from trunkline.kv_cache import cache as cache_module
-
-    cache_module.DECODE_BUFFER_TOKENS = 8
+    """Return the largest error of logits for rows with different padding, decoded several tokens at a time."""
     ids, more = tokens(3, 40), tokens(3, 30)
     pads = (0, 37, 20)
     mask = torch.ones_like(ids)
@@ -132,15 +130,13 @@ def read_padded(parallel_dims: dict[str, int]) -> float:
 
 
 @pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=str)
-def test_padded_rows(parallel_dims: dict[str, int]) -> None:
+def test_rows_with_different_padding(parallel_dims: dict[str, int]) -> None:
     assert max(run(2, read_padded, parallel_dims)) < 1e-9
 
 
+@patch("trunkline.kv_cache.cache.DECODE_BUFFER_TOKENS", 8)
 def load_in_pieces(parallel_dims: dict[str, int], folder: str) -> tuple[int, float]:
-    """A cache of longer chunks, and not of whole ones, read under budgets: its longest chunk then, and its error."""
-    from trunkline.kv_cache import cache as cache_module
-
-    cache_module.DECODE_BUFFER_TOKENS = 8
+    """Load a cache of longer chunks under budgets; return its longest chunk, and the largest error of logits."""
     ids = tokens(2, 121)
     model, expected = expected_of("mistral", ids, num_attention_heads=8, num_key_value_heads=4, head_dim=4)
     mesh = trunkline.init_mesh(**parallel_dims)
@@ -158,9 +154,7 @@ def load_in_pieces(parallel_dims: dict[str, int], folder: str) -> tuple[int, flo
 
 
 @pytest.mark.parametrize(("parallel_dims", "most"), [({"sp": 2}, 8), ({"cp": 2}, 16)], ids=["sp2", "cp2"])
-def test_longer_chunks_are_cut_where_ranks_have_them_whole(
-    parallel_dims: dict[str, int], most: int, tmp_path: Path
-) -> None:
+def test_longer_chunks_are_split_on_load(parallel_dims: dict[str, int], most: int, tmp_path: Path) -> None:
     for longest, error in run(2, load_in_pieces, parallel_dims, str(tmp_path)):
         assert longest == most
         assert error < 1e-9

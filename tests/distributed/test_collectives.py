@@ -1,4 +1,4 @@
-"""How many collectives a step takes, and how large they are."""
+"""Number and size of the collectives of a step, and their overlap with compute."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trunkline.distributed.comm import Comm, PendingCollective
 LAYERS, CHUNK = 3, 8
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name, and keeps the elements of the largest tensor that any of them moved."""
+class CollectiveCounter(TorchDispatchMode):
+    """Count of collectives by name, and the number of elements of the largest tensor that they moved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ def count(parallel_dims: dict[str, int], seq_len: int, keep: tuple[str, ...], ze
         trunkline.shard(model, mesh, zero=zero)
     trunkline.stream(model, mesh=mesh, chunk_size=CHUNK, keep=keep)
     ids = tokens(1, seq_len, vocab=16)
-    with Collectives() as forward:
+    with CollectiveCounter() as forward:
         loss = model(input_ids=ids, labels=ids).loss
-    with Collectives() as backward:
+    with CollectiveCounter() as backward:
         loss.backward()
     parameters = sum(1 for _ in model.parameters())
     return dict(forward.counts), dict(backward.counts), max(forward.largest, backward.largest), parameters
@@ -56,7 +56,7 @@ def count(parallel_dims: dict[str, int], seq_len: int, keep: tuple[str, ...], ze
 
 @pytest.mark.parametrize("keep", [("attention",), ("attention", "kv")], ids=["attention", "both"])
 def test_collectives_of_a_step_over_sp(keep: tuple[str, ...]) -> None:
-    """A layer is gathered once a sweep; an all-to-all a chunk each way; gradients are reduced once."""
+    """One all-gather a layer and sweep; one all-to-all a chunk and direction; one reduction of gradients."""
     for seq_len, zero in ((40, 3), (80, 3), (80, 2), (80, 0)):
         n = seq_len // CHUNK
         forward, backward, largest, parameters = run(2, count, {"sp": 2}, seq_len, keep, zero)[0]
@@ -74,7 +74,7 @@ def test_collectives_of_a_step_over_sp(keep: tuple[str, ...]) -> None:
 
 
 def test_collectives_of_a_step_over_cp() -> None:
-    """Keys and values of all earlier tokens are gathered for every chunk, in as many calls as kernels take."""
+    """Keys and values of all earlier tokens are gathered for every chunk, once for each kernel call."""
     found = {}
     for seq_len in (40, 80):
         n = seq_len // CHUNK
@@ -91,18 +91,18 @@ def test_collectives_of_a_step_over_cp() -> None:
 def spans(seq_len: int) -> tuple[int, int]:
     from trunkline.attention import kv_spans
 
-    kv_spans.SPAN = 16
-    *_, largest, _ = count({"cp": 2}, seq_len, ("attention",), 3)
+    with patch.object(kv_spans, "SPAN", 16):
+        *_, largest, _ = count({"cp": 2}, seq_len, ("attention",), 3)
     return largest, 0
 
 
-def test_what_is_gathered_over_cp_does_not_grow_with_the_sequence() -> None:
+def test_gathered_keys_do_not_grow_with_the_sequence_over_cp() -> None:
     largest = [run(2, spans, seq_len)[0][0] for seq_len in (80, 160, 320)]
     assert largest[0] == largest[1] == largest[2]
 
 
 class Order(TorchDispatchMode):
-    """Notes when ranks begin to exchange, compute, and wait."""
+    """Record of the order in which a rank starts exchanges, computes, and waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Order(TorchDispatchMode):
 
     @property
     def exchanges(self) -> tuple[int, int]:
-        """How many there were, and in how many nothing was computed meanwhile."""
+        """Number of exchanges, and of those during which nothing was computed."""
         begun = {id(each): at for at, each in enumerate(self.events) if isinstance(each, PendingCollective)}
         ended = {id(each[0]): at for at, each in enumerate(self.events) if isinstance(each, tuple)}
         assert begun.keys() == ended.keys()
@@ -174,7 +174,7 @@ def order(
 def test_a_neighbouring_chunk_computes_during_exchanges(
     options: dict[str, Any], forward: Callable[[int], tuple[int, int]], backward: Callable[[int], tuple[int, int]]
 ) -> None:
-    """Those at the ends of a sweep, whose number does not grow, have no neighbour."""
+    """Exchanges at the ends of a sweep have no neighbour; their number does not grow with the sequence."""
     for n in (4, 8):
         found = run(2, order, {"sp": 2}, "all_to_all", n * CHUNK, options)[0]
         for (exchanges, exposed), expected in zip(found, (forward(n), backward(n)), strict=True):
@@ -182,8 +182,8 @@ def test_a_neighbouring_chunk_computes_during_exchanges(
 
 
 @pytest.mark.parametrize(("keep", "times"), [(("attention",), 1), ((), 2)], ids=["attention", "nothing"])
-def test_keys_are_gathered_while_others_are_in_use(keep: tuple[str, ...], times: int) -> None:
-    """All but the first of a sweep are on their way before they are needed, and those of chunk 0, which has no more."""
+def test_keys_are_gathered_while_earlier_ones_are_in_use(keep: tuple[str, ...], times: int) -> None:
+    """All gathers overlap with compute, except the first of a sweep and that of chunk 0."""
     for n in (4, 8):
         forward, backward = run(2, order, {"cp": 2}, "all_gather", n * CHUNK, {"keep": keep})[0]
         calls = 2 * n - 1  # earlier keys, of all chunks but the first, and own keys

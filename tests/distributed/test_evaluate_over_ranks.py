@@ -1,4 +1,4 @@
-"""Evaluation over two ranks: what one process finds, on every rank; in training, too, which does not notice it."""
+"""Evaluation over two ranks: the same results as one process, also during training, which it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trunkline.evaluate import EvaluateSettings, Evaluation, StreamedContinuer, 
 
 
 def found(parallel_dims: dict[str, int] | None, zero: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Log probabilities of answers, and what was generated."""
+    """Return log probabilities of answers, and generated texts."""
     model = build("llama", torch.float64, vocab_size=258, max_position_embeddings=2048, num_hidden_layers=2)
     mesh = None if parallel_dims is None else trunkline.init_mesh(**parallel_dims)
     if zero is not None:
@@ -37,9 +37,16 @@ def found(parallel_dims: dict[str, int] | None, zero: int | None = None) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("parallel_dims", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"dp": 2}, 3), ({"sp": 2}, None)], ids=str
+    ("parallel_dims", "zero"),
+    [
+        ({"sp": 2}, 3),
+        ({"dp": 2}, 3),
+        pytest.param({"cp": 2}, 2, marks=pytest.mark.soak),
+        pytest.param({"sp": 2}, None, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
-def test_ranks_find_what_one_process_finds(parallel_dims: dict[str, int], zero: int | None) -> None:
+def test_evaluation_gives_the_results_of_one_process(parallel_dims: dict[str, int], zero: int | None) -> None:
     log_probs, texts = found(None)
     assert len(log_probs) == len(texts) == 8
     first, second = run(2, found, parallel_dims, zero)
@@ -68,9 +75,17 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}], ids=["sp", "dp", "cp", "tp"]
+    "ranks",
+    [
+        pytest.param({"sp": 2}, id="sp", marks=pytest.mark.soak),
+        pytest.param({"dp": 2}, id="dp"),
+        pytest.param({"cp": 2, "zero": 2}, id="cp", marks=pytest.mark.soak),
+        pytest.param({"tp": 2, "zero": 0}, id="tp", marks=pytest.mark.soak),
+    ],
 )
-def test_training_evaluates_on_its_ranks(ranks: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_evaluation_during_training_leaves_it_unchanged(
+    ranks: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
+) -> None:
     got = {}
     for name, more in (("plain", {}), ("evaluated", asked(tmp_path))):
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""What else must hold over ranks: tiers, micro-batches, precision, adapters, evaluation, saving."""
+"""Models over ranks: offloading, micro-batches, precision, adapters, dropout, evaluation, saving."""
 
 from __future__ import annotations
 
@@ -62,13 +62,25 @@ def with_tiers(parallel_dims: dict[str, int], folder: str, cases: list[dict[str,
     return errors
 
 
-@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
-def test_tiers_and_lanes_work_on_every_rank(parallel_dims: dict[str, int], tmp_path: Path) -> None:
-    cases: list[dict[str, Any]] = [
-        {"attn_strategy": strategy, "device_budget": budget, "keep": keep, "checkpoint_every": every}
-        for strategy, budget in (("streamed", 90_000), ("head_groups", 110_000), ("auto", 130_000))
-        for keep, every in ((("attention",), 1), ((), 3), (("attention", "kv"), 2))
-    ]
+OFFLOADED: list[dict[str, Any]] = [
+    {"attn_strategy": strategy, "device_budget": budget, "keep": keep, "checkpoint_every": every}
+    for strategy, budget in (("streamed", 90_000), ("head_groups", 110_000), ("auto", 130_000))
+    for keep, every in ((("attention",), 1), ((), 3), (("attention", "kv"), 2))
+]
+
+
+@pytest.mark.parametrize(
+    ("parallel_dims", "cases"),
+    [
+        pytest.param({"sp": 2}, OFFLOADED[::2], id="sp"),
+        pytest.param({"cp": 2}, OFFLOADED[1::2], id="cp"),
+        pytest.param({"sp": 2}, OFFLOADED[1::2], id="sp-others", marks=pytest.mark.soak),
+        pytest.param({"cp": 2}, OFFLOADED[::2], id="cp-others", marks=pytest.mark.soak),
+    ],
+)
+def test_gradients_and_budgets_with_offloading(
+    parallel_dims: dict[str, int], cases: list[dict[str, Any]], tmp_path: Path
+) -> None:
     for errors in run(2, with_tiers, parallel_dims, str(tmp_path), cases):
         assert max(errors) < 1e-8, dict(zip(map(str, cases), errors, strict=True))
     assert not list(tmp_path.iterdir())
@@ -124,7 +136,7 @@ def test_two_forwards_before_one_backward() -> None:
 
 
 def precision() -> tuple[list[float], bool]:
-    """Gathered in bf16, summed and kept in fp32, against transformers' own bf16."""
+    """Return gradient errors of fp32 shards gathered in bf16, divided by those of transformers in bf16."""
     ratios = []
     mesh = trunkline.init_mesh(sp=2)
     good = True
@@ -143,7 +155,7 @@ def precision() -> tuple[list[float], bool]:
     return ratios, good
 
 
-def test_bf16_shards_in_fp32_are_no_worse_than_transformers() -> None:
+def test_bf16_compute_of_fp32_shards_is_no_worse_than_transformers() -> None:
     for ratios, good in run(2, precision):
         assert good
         logs = torch.tensor(ratios).log()
@@ -169,7 +181,7 @@ def adapted(parallel_dims: dict[str, int], zero: int | None) -> float:
 
 
 @pytest.mark.parametrize(("parallel_dims", "zero"), [({"sp": 2}, 3), ({"cp": 2}, 2), ({"sp": 2}, None)])
-def test_lora(parallel_dims: dict[str, int], zero: int | None) -> None:
+def test_lora_gradients(parallel_dims: dict[str, int], zero: int | None) -> None:
     assert max(run(2, adapted, parallel_dims, zero)) < 1e-8
 
 
@@ -190,7 +202,7 @@ def frozen() -> float:
     return max(error, worst(collect(model), expected))
 
 
-def test_frozen_layers_and_another_choice_of_them() -> None:
+def test_frozen_layers_may_change_after_shard() -> None:
     assert max(run(2, frozen)) < 1e-8
 
 
@@ -198,7 +210,7 @@ def test_frozen_layers_and_another_choice_of_them() -> None:
 
 
 def dropout() -> tuple[float, float]:
-    """The replay drops what the forward dropped, on every rank; ranks with other tokens drop other places."""
+    """Return the slope of the loss by autograd and by finite differences, under dropout."""
     model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.1)
     model = streamed({"sp": 2}, None, model)
     ids = tokens(1, 24)
@@ -221,7 +233,7 @@ def dropout() -> tuple[float, float]:
     return slope, (values[0] - values[1]) / 2e-5
 
 
-def test_dropout_is_replayed() -> None:
+def test_dropout_mask_is_the_same_in_replay() -> None:
     for slope, difference in run(2, dropout):
         assert slope == pytest.approx(difference, rel=1e-5)
 
@@ -245,26 +257,28 @@ def autocast() -> list[tuple[str, str]]:
     return found
 
 
-def test_autocast_holds_in_a_replay_that_begins_inside_a_backward() -> None:
+def test_autocast_holds_in_a_replay_that_starts_inside_a_backward() -> None:
     found = run(2, autocast)[0]
     assert {sweep for sweep, _ in found} == {"forward", "backward"}
     assert {dtype for _, dtype in found} == {"torch.bfloat16"}
 
 
-def salts(parallel_dims: dict[str, int]) -> int:
+def seed_offset(parallel_dims: dict[str, int]) -> int:
     from trunkline.distributed.mesh_ranks import MeshRanks
 
     return MeshRanks(trunkline.init_mesh(**parallel_dims)).seed_offset
 
 
-def test_ranks_with_other_tokens_draw_other_numbers() -> None:
+def test_seed_differs_between_ranks_with_different_tokens() -> None:
     for parallel_dims in ({"sp": 2}, {"cp": 2}, {"dp": 2}):
-        assert len(set(run(2, salts, parallel_dims))) == 2
-    assert len(set(run(2, salts, {"tp": 2}))) == 1  # the same tokens: dropped alike, or the ranks would drift apart
+        assert len(set(run(2, seed_offset, parallel_dims))) == 2
+    assert (
+        len(set(run(2, seed_offset, {"tp": 2}))) == 1
+    )  # the same tokens: dropped alike, or the ranks would drift apart
 
 
 def stale(zero: int) -> float:
-    """A forward without a backward leaves nothing gathered that a later one would take for the weights."""
+    """Return the error of a loss after an optimizer step that follows a forward without backward."""
     model = build("llama")
     ids = tokens(1, 37)
     changed = copy.deepcopy(model)
@@ -280,7 +294,7 @@ def stale(zero: int) -> float:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_weights_are_gathered_anew(zero: int) -> None:
+def test_weights_are_gathered_again_after_an_optimizer_step(zero: int) -> None:
     assert max(run(2, stale, zero)) < 1e-12
 
 
@@ -332,7 +346,7 @@ def copies_and_late_adapters() -> list[float]:
     return [*errors, worst(collect(late), expected)]
 
 
-def test_copies_and_adapters_put_on_after_stream() -> None:
+def test_copied_models_and_adapters_added_after_stream() -> None:
     for errors in run(2, copies_and_late_adapters):
         assert max(errors) < 1e-8
 
@@ -350,12 +364,12 @@ def late_adapters_that_differ() -> str:
     return ""
 
 
-def test_adapters_that_ranks_drew_differently() -> None:
+def test_adapters_that_differ_between_ranks_are_refused() -> None:
     assert all("holds other weights than the other ranks" in text for text in run(2, late_adapters_that_differ))
 
 
 def saved(parallel_dims: dict[str, int], zero: int, folder: str) -> list[bool]:
-    """Whether what every rank's `save_pretrained` left is the model, and its adapters."""
+    """Return for each saved weight, of a model and of adapters, whether it equals the original."""
     found = []
     for adapters in (False, True):
         model = build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=4)
@@ -382,7 +396,7 @@ def saved(parallel_dims: dict[str, int], zero: int, folder: str) -> list[bool]:
     [({"sp": 2}, 3), ({"dp": 2}, 2), ({"cp": 2}, 0), ({"tp": 2}, 0)],
     ids=["3", "2", "0", "tp"],
 )
-def test_save_pretrained_writes_whole_weights(parallel_dims: dict[str, int], zero: int, tmp_path: Path) -> None:
+def test_save_pretrained_writes_unsharded_weights(parallel_dims: dict[str, int], zero: int, tmp_path: Path) -> None:
     for found in run(2, saved, parallel_dims, zero, str(tmp_path)):
         assert found
         assert all(found)
@@ -390,7 +404,7 @@ def test_save_pretrained_writes_whole_weights(parallel_dims: dict[str, int], zer
 
 
 def norms_of_heads() -> list[float]:
-    """Before, while and after it is streamed, also over two backward passes into one gradient."""
+    """Return gradient errors before, during and after streaming, and of two backward passes into one gradient."""
     mesh = trunkline.init_mesh(tp=2)
     ids = tokens(1, 37)
     exact = build("qwen3")
@@ -407,6 +421,6 @@ def norms_of_heads() -> list[float]:
     return errors
 
 
-def test_norms_of_queries_and_keys_under_tp_are_reduced_once() -> None:
+def test_norms_of_queries_and_keys_are_reduced_once_over_tp() -> None:
     for errors in run(2, norms_of_heads):
         assert max(errors) < 1e-6, errors

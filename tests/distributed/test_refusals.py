@@ -1,4 +1,4 @@
-"""What is refused over ranks, with the setting and the mend."""
+"""Refusals over ranks: each names the setting and the fix."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_refusals_name_the_setting_and_the_mend() -> None:
+def test_refusals_name_the_setting_and_the_fix() -> None:
     said = run(2, refusals)[0]
     expected = [
         "mesh=trunkline.init_mesh()", "call trunkline.shard(model, mesh) instead", "give stream() the mesh, too",
@@ -74,7 +74,7 @@ def cut_heads(parallel_dims: dict[str, int], heads: dict[str, int]) -> str:
     return str(error.value)
 
 
-def test_heads_that_cannot_be_cut() -> None:
+def test_degree_that_does_not_divide_the_heads_is_refused() -> None:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 24}
     text = run(2, cut_heads, {"sp": 2}, heads)[0]
     assert "sp=2 does not divide 3 query and 3 key/value heads (world size 2)" in text

@@ -1,4 +1,4 @@
-"""`trunkline train` over several processes: the same run as in one, and what becomes of mistakes."""
+"""`trunkline train` over several processes: the same run as in one, and one message for a mistake."""
 
 from __future__ import annotations
 
@@ -40,14 +40,18 @@ def recipe(folder: Path, **changes: Any) -> Path:
 
 
 def command(path: str, log: str) -> int:
-    """The command line, its output in files."""
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+    """Run `trunkline train` with its output in files."""
+    streams = {1: sys.stdout, 2: sys.stderr}
+    saved = {number: os.dup(number) for number in streams}
+    for number, stream in streams.items():
         stream.flush()
         os.dup2(os.open(f"{log}-{os.environ['RANK']}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    code = app.run(["train", path])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return code
+    try:
+        return app.run(["train", path])
+    finally:
+        for number, stream in streams.items():
+            stream.flush()
+            os.dup2(saved[number], number)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -63,10 +67,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 
 @pytest.mark.parametrize(
     "ranks",
-    [{"sp": 2}, {"dp": 2}, {"cp": 2, "zero": 2}, {"tp": 2, "zero": 0}, {"sp": 2, "offload": True}],
-    ids=["sp", "dp", "cp", "tp", "offload"],
+    [
+        pytest.param({"sp": 2}, id="sp", marks=pytest.mark.soak),
+        pytest.param({"dp": 2}, id="dp"),
+        pytest.param({"cp": 2, "zero": 2}, id="cp", marks=pytest.mark.soak),
+        pytest.param({"tp": 2, "zero": 0}, id="tp", marks=pytest.mark.soak),
+        pytest.param({"sp": 2, "offload": True}, id="offload"),
+    ],
 )
-def test_a_run_over_processes_is_that_of_one(ranks: dict[str, Any], alone: Any, tmp_path: Path) -> None:
+def test_run_over_processes_equals_a_run_of_one(ranks: dict[str, Any], alone: Any, tmp_path: Path) -> None:
     path = recipe(tmp_path, ranks=ranks)
     assert run(2, command, str(path), str(tmp_path / "log")) == [0, 0]
     expected, weights = alone
@@ -108,7 +117,7 @@ def test_bfloat16_shards_are_float32_masters(tmp_path: Path) -> None:
         ({"ranks": {"spp": 2}}, "Did you mean 'ranks.sp'?"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_once(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_mistake_is_reported_by_one_rank(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = recipe(tmp_path, **changes)
     assert run(2, command, str(path), str(tmp_path / "log")) == [2, 2]
     told = [(tmp_path / f"log-{rank}-2").read_text() for rank in range(2)]
@@ -117,7 +126,7 @@ def test_mistakes_are_told_once(changes: dict[str, Any], says: str, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_one_process_is_told_to_use_torchrun(tmp_path: Path) -> None:
+def test_one_process_is_refused_with_the_torchrun_command(tmp_path: Path) -> None:
     settings = yaml.safe_load(recipe(tmp_path, ranks={"sp": 2}).read_text())
     with pytest.raises(RecipeError, match="torchrun --nproc-per-node 2 -m trunkline train"):
         job.join(Recipe.model_validate(settings))
@@ -134,12 +143,12 @@ def timeouts(seconds: float) -> list[float]:
     return [group._get_backend(device).options._timeout.total_seconds() for group in groups]
 
 
-def test_time_outs_follow_the_step() -> None:
+def test_timeouts_follow_the_duration_of_a_step() -> None:
     for seconds, expected in ((0.1, 180), (60, 1200), (3600, 72_000)):
         assert set(run(2, timeouts, seconds)[0]) == {expected}
 
 
-def test_a_killed_process_ends_the_run_with_a_word(tmp_path: Path) -> None:
+def test_killed_process_ends_the_run_with_a_message(tmp_path: Path) -> None:
     """As torchrun does it: the others get SIGTERM."""
     path = recipe(tmp_path, ranks={"sp": 2}, steps=10_000)
     started = start(2, command, str(path), str(tmp_path / "log"))
@@ -150,9 +159,9 @@ def test_a_killed_process_ends_the_run_with_a_word(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     begun = time.monotonic()
-    started[1].process.kill()
+    started.processes[1].kill()
     time.sleep(0.2)
-    started[0].process.terminate()
+    started.processes[0].terminate()
     found = outcomes(started)
     assert time.monotonic() - begun < 30
     assert found == [(True, 1), (False, None)]
@@ -171,7 +180,7 @@ def test_examples_are_recipes(example: Path) -> None:
     load_recipe(example)
 
 
-def test_the_example_of_two_processes_runs(tmp_path: Path) -> None:
+def test_example_of_two_processes_runs(tmp_path: Path) -> None:
     example = yaml.safe_load((Path(__file__).parents[2] / "examples" / "two-processes.yaml").read_text())
     small = {"context": 256, "chunk_size": 64, "steps": 1, "device": "cpu"}
     settings = {key: value for key, value in example.items() if key not in ("output", "data")} | small

@@ -114,5 +114,5 @@ def _say(text: str, error: BaseException) -> None:
     """Print a line and the error's notes on standard error, in one process of the job only."""
     failure = sys.modules.get("trunkline.distributed.failure")
     in_job = failure is not None and failure.in_job()
-    if failure.is_mine() if in_job and failure else os.environ.get("LOCAL_RANK", "0") == "0":
+    if failure.failed_first() if in_job and failure else os.environ.get("LOCAL_RANK", "0") == "0":
         print(" ".join([text, *getattr(error, "__notes__", [])]), file=sys.stderr)

@@ -41,7 +41,7 @@ def train(arguments: RecipeArguments) -> None:
     recipe = load_recipe(path, overrides, notice=display.note)
     world = join(recipe)
     if world.mesh is not None:
-        failure.heed_termination()
+        failure.raise_on_sigterm()
     result = run_training.train(recipe, display, world, log)
     world.shut_down()
     for line in summary(recipe, result, world.world_size) if world.is_main else []:

@@ -72,7 +72,7 @@ def _tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -
     measured_device = resolve_device(device)
     _check_output(path, ".toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        failure.heed_termination()
+        failure.raise_on_sigterm()
         init_mesh(device_type=measured_device.type, timeout=_PATIENCE)
     with failure.guard() if failure.in_job() else contextlib.nullcontext():
         is_main = not failure.in_job() or dist.get_rank() == 0

@@ -1,7 +1,11 @@
-"""A rank that fails takes the others down with its reason, not with a time-out.
+"""Failure of one rank, reported on all ranks with its reason instead of a time-out.
 
-It leaves its reason in the store that the job's processes share. The others find it when their connection breaks. A
-rank that is held in a collective by one that failed and lives on is ended by a watching thread.
+A rank that fails writes its reason to the store that the job's processes share. The others read it when their
+connection breaks. A rank that waits in a collective for a failed rank whose process lives on is ended by a watching
+thread, since nothing else can interrupt a collective.
+
+Failures belong to an epoch: each forward that all ranks begin together opens a new one, in which older failures
+(a ValueError that was caught, say) no longer count.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _KEY = "trunkline/failed"
-_GRACE = 5.0  # seconds in which a rank may find out by itself
+_GRACE = 5.0  # seconds in which a waiting rank may fail by itself, before it is ended
 _POLL = 0.5
-_SIGNS = (
+_CONNECTION_ERRORS = (
     "connection closed",
     "connection reset",
     "connection refused",
@@ -29,84 +33,90 @@ _SIGNS = (
     "nccl error",
     "timed out",
 )
-_GONE = (RuntimeError, ValueError)  # what PyTorch raises where the store went with its process, or where there is none
-_MILD = "~"  # before what was said of a ValueError, which all ranks may raise alike, and go on
+_STORE_ERRORS = (RuntimeError, ValueError)  # PyTorch raises these without a store, or when its process has ended
+_MAY_GO_ON = "~"  # prefix of a ValueError: all ranks may raise it alike and go on, so it ends nobody
 
 
 class RankError(RuntimeError):
-    """Another rank of the job has failed or is gone."""
+    """Failure or end of another rank of the job."""
 
 
-class _State:
-    """What this process knows."""
+class _JobState:
+    """State of this process in its job."""
 
-    depth = 0  # sweeps under way
-    shared = 0  # texts that have been given
-    epoch = 0  # forwards that all ranks began together: what failed before the last of these is over
-    watching = False
-
-
-def failure() -> str | None:
-    """What the first rank that failed said; None where none did, or all have gone on since."""
-    said = _said()
-    return None if said is None else said.removeprefix(_MILD)
+    depth = 0  # nested guards
+    epoch = 0
+    num_broadcasts = 0
+    watcher: threading.Thread | None = None
 
 
-def _said() -> str | None:
-    store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_State.epoch}"
+def first_failure() -> str | None:
+    """Return the reason of the first rank that failed in this epoch; None if none has."""
+    reason = _stored_reason()
+    return None if reason is None else reason.removeprefix(_MAY_GO_ON)
+
+
+def _stored_reason() -> str | None:
+    store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_JobState.epoch}"
     return store.get(key).decode() if store.check([key]) else None
 
 
-def all_go_on() -> None:
-    """All ranks have come together: no failure of before holds any of them back."""
-    _State.epoch += 1
+def begin_epoch() -> None:
+    """Forget earlier failures. All ranks must have exchanged something just before."""
+    _JobState.epoch += 1
 
 
 def report(error: BaseException) -> None:
-    """Tell the other ranks that this one has failed, unless another was first."""
-    with contextlib.suppress(*_GONE):
+    """Tell the other ranks that this one has failed, unless another one failed first."""
+    with contextlib.suppress(*_STORE_ERRORS):
         text = str(error).strip() or "no message"
-        mild = _MILD if isinstance(error, ValueError) else ""
-        said = f"{mild}rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
-        distributed_c10d._get_default_store().compare_set(f"{_KEY}/{_State.epoch}", "", said)
+        prefix = _MAY_GO_ON if isinstance(error, ValueError) else ""
+        reason = f"{prefix}rank {dist.get_rank()} failed: {type(error).__name__}: {text}"
+        distributed_c10d._get_default_store().compare_set(f"{_KEY}/{_JobState.epoch}", "", reason)
 
 
-def shared(name: str, value: str | None) -> str:
-    """A text that one rank gives (the others give None), once it has."""
-    store, key = distributed_c10d._get_default_store(), f"trunkline/{name}/{_State.epoch}/{_State.shared}"
+def broadcast_text(name: str, value: str | None) -> str:
+    """Return a text from the one rank that gives it; the others give None and wait for it.
+
+    Raises:
+        RankError: a rank failed meanwhile.
+    """
+    store = distributed_c10d._get_default_store()
+    key = f"trunkline/{name}/{_JobState.epoch}/{_JobState.num_broadcasts}"
     if value is not None:
         store.set(key, value)
-    while not store.check([key]):  # waiting in the store would lock the watching thread out
-        if (said := failure()) is not None:
-            raise RankError(f"{said} (this was rank {dist.get_rank()}, which had to stop)")
+    # `store.wait` would hold the store's lock, and the watching thread could not read a failure.
+    while not store.check([key]):
+        if (reason := first_failure()) is not None:
+            raise RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)")
         time.sleep(0.05)
-    _State.shared += 1  # the next run in these processes is not told what this one was
+    _JobState.num_broadcasts += 1  # a second run in these processes must not read the first one's text
     return store.get(key).decode()
 
 
 def in_job() -> bool:
-    """Whether this process has joined others."""
+    """Return whether this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
-def is_mine() -> bool:
-    """Whether this rank was the first of its job that failed."""
-    with contextlib.suppress(*_GONE):
-        said = failure()
-        return said is None or said.startswith(f"rank {dist.get_rank()} failed")
+def failed_first() -> bool:
+    """Return whether this rank was the first to fail; true also if nobody can tell."""
+    with contextlib.suppress(*_STORE_ERRORS):
+        reason = first_failure()
+        return reason is None or reason.startswith(f"rank {dist.get_rank()} failed")
     return True
 
 
-def explain(error: BaseException) -> None:
-    """Leave word of why this rank refuses what all ranks are about to do."""
-    with contextlib.suppress(*_GONE):
-        distributed_c10d._get_default_store().set(f"{_KEY}/{_State.epoch}/{dist.get_rank()}", str(error))
+def publish_refusal(error: BaseException) -> None:
+    """Store the reason why this rank refuses its inputs; the others read it with `refusal_of`."""
+    with contextlib.suppress(*_STORE_ERRORS):
+        distributed_c10d._get_default_store().set(f"{_KEY}/{_JobState.epoch}/{dist.get_rank()}", str(error))
 
 
-def explanation(rank: int) -> str:
-    """What `rank` said in `explain`, before all went on."""
-    with contextlib.suppress(*_GONE):
-        store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_State.epoch - 1}/{rank}"
+def refusal_of(rank: int) -> str:
+    """Return the reason that a rank published in the epoch before this one."""
+    with contextlib.suppress(*_STORE_ERRORS):
+        store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_JobState.epoch - 1}/{rank}"
         if store.check([key]):
             return store.get(key).decode().rstrip(".")
     return "its own output says why"
@@ -114,66 +124,67 @@ def explanation(rank: int) -> str:
 
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """Run what has collectives in it.
+    """Run code with collectives: report an error of this rank to the others, and raise theirs here.
 
     Raises:
         RankError: another rank has failed, with its reason.
     """
-    _State.depth += 1
+    _JobState.depth += 1
     try:
         yield
     except RankError as error:
         report(error)
         raise
     except BaseException as error:
-        reason = _reason(error)
+        reason = _reason_of_another(error)
         if reason is None:
             report(error)
             raise
-        found = RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)")
-        report(found)
-        raise found from error
+        rank_error = RankError(f"{reason} (this was rank {dist.get_rank()}, which had to stop)")
+        report(rank_error)
+        raise rank_error from error
     finally:
-        _State.depth -= 1
+        _JobState.depth -= 1
 
 
-def _reason(error: BaseException) -> str | None:
-    """Why another rank is to blame for an error; None where none is."""
-    if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
+def _reason_of_another(error: BaseException) -> str | None:
+    """Return the failure of another rank that caused an error here; None if the error is this rank's own."""
+    if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _CONNECTION_ERRORS):
         return None
-    deadline = time.monotonic() + 2.0  # the other may still be writing
+    deadline = time.monotonic() + 2.0  # a connection may break before the other rank has written its reason
     while time.monotonic() < deadline:
         try:
-            said = failure()
-        except _GONE:
+            reason = first_failure()
+        except _STORE_ERRORS:
             break
-        if said is not None and not said.startswith(f"rank {dist.get_rank()} failed"):
-            return said
+        if reason is not None and not reason.startswith(f"rank {dist.get_rank()} failed"):
+            return reason
         time.sleep(0.05)
-    first = str(error).strip().splitlines()[0]
+    first_line = str(error).strip().splitlines()[0]
     return (
         "another rank has ended: it had fewer batches, failed outside the model, was killed, or ran out of memory; its "
-        f"own output says more ({first})"
+        f"own output says more ({first_line})"
     )
 
 
-def heed_termination() -> None:
-    """Have SIGTERM, which torchrun sends to all others when one process has ended badly, say so before it ends this."""
+def raise_on_sigterm() -> None:
+    """Raise RankError on SIGTERM, which torchrun sends to all processes when one has failed."""
 
-    def ended(*_: object) -> None:
+    def raise_error(*_: object) -> None:
         raise RankError(
             "the run was ended (SIGTERM): another process of it has failed or was killed, which its own output and "
             "torchrun's summary say more of; or it was stopped from outside."
         )
 
-    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGTERM, raise_error)
 
 
 def watch() -> None:
-    """End this process if it is held in a collective by a rank that has failed."""
-    if not _State.watching and dist.get_world_size() > 1:
-        _State.watching = True
-        threading.Thread(target=_watch, name="trunkline-alarm", daemon=True).start()
+    """Start the thread that ends this process if it waits in a collective for a rank that has failed."""
+    running = _JobState.watcher is not None and _JobState.watcher.is_alive()
+    if not running and dist.get_world_size() > 1:
+        _JobState.watcher = threading.Thread(target=_watch, name="trunkline-failure-watch", daemon=True)
+        _JobState.watcher.start()
 
 
 def _watch() -> None:
@@ -181,17 +192,17 @@ def _watch() -> None:
     rank = dist.get_rank()
     while dist.is_initialized():
         time.sleep(_POLL)
-        if not _State.depth:
+        if not _JobState.depth:
             seen = None
             continue
         try:
-            said = _said()
-        except _GONE:  # connections break by themselves
+            reason = _stored_reason()
+        except _STORE_ERRORS:  # the store has ended with its process: connections break by themselves
             return
-        if said is None or said.startswith((f"rank {rank} failed", _MILD)):
+        if reason is None or reason.startswith((f"rank {rank} failed", _MAY_GO_ON)):
             seen = None
             continue
         seen = seen or time.monotonic()
         if time.monotonic() - seen > _GRACE:
-            print(f"error: {said} (rank {rank} was waiting for it and has been ended)", file=sys.stderr, flush=True)
-            os._exit(1)
+            print(f"error: {reason} (rank {rank} was waiting for it and has been ended)", file=sys.stderr, flush=True)
+            os._exit(1)  # the main thread is inside a collective, where no exception reaches it

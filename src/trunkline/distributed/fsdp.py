@@ -1,8 +1,8 @@
-"""Parameters over ranks: tensor parallelism by transformers' plan, ZeRO by FSDP2, gradients summed once a step.
+"""Parameters sharded over ranks: ZeRO by FSDP2, tensor parallelism by transformers' plan.
 
-FSDP2 holds the parameters and gathers them. When, the sweeps say: a layer is gathered once for a sweep, not for each of
-its chunks, and its gradients, summed over chunks in fp32, are reduced once. So FSDP2's own hooks, which would do both
-at every call, are gone around.
+FSDP2 shards and gathers parameters; the sweeps decide when. A sweep gathers a layer once for all its chunks, and
+reduces its gradients once, summed over chunks in fp32. FSDP2's own hooks would do both at every call of a layer, so
+they are suspended while the model is streamed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.nn import Parameter
 from transformers import PreTrainedModel
+from typing_extensions import override
 
-from trunkline.distributed.hooks import Hooks
-from trunkline.distributed.mesh import heads_of, parallel_dims_of
-from trunkline.distributed.mesh_ranks import flat, require_same_weights
-from trunkline.distributed.state_dict import save_whole
-from trunkline.distributed.tp import Partial as PartialModules
-from trunkline.distributed.tp import parallelize
+from trunkline.distributed.mesh import REPLICA_AXES, flatten_axes, heads_of, parallel_dims_of
+from trunkline.distributed.mesh_ranks import require_same_weights
+from trunkline.distributed.state_dict import save_full_state_dict
+from trunkline.distributed.tp import PartialGradModules, parallelize
+from trunkline.engine.decoder import ParameterStore
 from trunkline.hf.introspect import SHARDING, base_model, find_layers, parameters_outside
 
 M = TypeVar("M", bound=nn.Module)
-REPLICAS = ("dp", "cp", "sp")  # axes whose ranks compute gradients of the same parameters
 
 
 def shard(
@@ -43,22 +42,22 @@ def shard(
     reduce_dtype: torch.dtype = torch.float32,
     offload: bool = False,
 ) -> M:
-    """Spread a model's parameters over the ranks of a mesh, in place; then `trunkline.stream(model, mesh=mesh)`.
+    """Shard a model's parameters over the ranks of a mesh, in place. Call `trunkline.stream(model, mesh=mesh)` next.
 
-    Every rank must hold the same weights. Adapters go on before, optimizers are made after: parameters are other
-    tensors then. `save_pretrained` becomes a call that every rank makes, and rank 0 writes.
+    Every rank must hold the same weights. Add adapters before, make the optimizer after: `shard` replaces parameters.
+    Afterwards every rank calls `save_pretrained`, and rank 0 writes.
 
-    Along tp, matrices are cut by transformers' own plan. Along all other axes parameters, gradients and optimizer state
-    are cut by FSDP2 (`fully_shard`), one group a layer.
+    Along tp, transformers' own plan shards matrices. Along all other axes FSDP2 (`fully_shard`) shards parameters,
+    gradients and optimizer state, one group a layer.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one; not streamed yet.
-        mesh: from `init_mesh`.
-        zero: 3 gathers each layer for its sweep; 2 keeps it whole from forward to backward; 0 cuts nothing, and sums
-            gradients over ranks.
-        param_dtype: of the gathered parameters, in which the model computes; None is that of the parameters.
-        reduce_dtype: in which gradients are summed over ranks.
-        offload: parameters, gradients and optimizer state rest in host memory.
+        mesh: mesh from `init_mesh`.
+        zero: 3 gathers each layer for each sweep; 2 keeps it unsharded from forward to backward; 0 shards nothing, and
+            all-reduces gradients.
+        param_dtype: dtype of gathered parameters, in which the model computes; None keeps theirs.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        offload: keep parameters, gradients and optimizer state in host memory.
 
     Returns:
         `model`.
@@ -79,12 +78,10 @@ def shard(
     parallel_dims = parallel_dims_of(mesh)
     parallel_dims.check_heads(*heads_of(base))
     require_same_weights(base, mesh)
-    partial = None
-    if parallel_dims.tp > 1:
-        partial = parallelize(base, mesh["tp"])
-    wholes = {name: Whole.of(parameter) for name, parameter in base.named_parameters()}
-    hooks: list[Hooks] = []
-    replicas = flat(mesh, REPLICAS)
+    partial_grads = parallelize(base, mesh["tp"]) if parallel_dims.tp > 1 else None
+    unsharded_specs = {name: UnshardedSpec.of(parameter) for name, parameter in base.named_parameters()}
+    hooks: list[FSDPHooks] = []
+    replicas = flatten_axes(mesh, REPLICA_AXES)
     if zero and (replicas.size() > 1 or offload):
         offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         settings: dict[str, Any] = {
@@ -96,25 +93,33 @@ def shard(
         before = [(set(unit._forward_pre_hooks), set(unit._forward_hooks)) for unit in units]
         for unit in units:
             fully_shard(unit, **settings)
-        hooks = [Hooks(unit, *known) for unit, known in zip(units, before, strict=True)]
+        hooks = [FSDPHooks(unit, *known) for unit, known in zip(units, before, strict=True)]
     elif zero and param_dtype is not None:
         raise ValueError("param_dtype has no effect where dp x sp x cp is 1: there is nothing to shard.")
     if not hooks and mesh.device_type == "cuda":
         base.to(torch.device("cuda", torch.cuda.current_device()))
-    sharding = Sharding(base, mesh, zero=zero, reduce_dtype=reduce_dtype, wholes=wholes, partial=partial, hooks=hooks)
+    sharding = ShardedParameters(
+        base,
+        mesh,
+        zero=zero,
+        reduce_dtype=reduce_dtype,
+        unsharded_specs=unsharded_specs,
+        partial_grads=partial_grads,
+        hooks=hooks,
+    )
     object.__setattr__(base, SHARDING, sharding)
-    for each in {id(base): base, id(model): model}.values():
-        save_whole(each)
+    for module in {id(base): base, id(model): model}.values():
+        save_full_state_dict(module)
     return model
 
 
-def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
-    """How a model is spread over a mesh: as `shard` did it, or, where it was not called, not at all (zero 0).
+def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> ShardedParameters:
+    """Return the parameters of a model as `shard` left them; a model that was never sharded is replicated (zero=0).
 
     Raises:
         ValueError: `shard` was called with another mesh; the degrees do not fit the model; the weights differ.
     """
-    known: Sharding | None = getattr(model, SHARDING, None)
+    known: ShardedParameters | None = getattr(model, SHARDING, None)
     if known is not None:
         if known.mesh is not mesh and known.mesh != mesh:
             raise ValueError("stream() was given another mesh than shard(): use one mesh for both.")
@@ -127,18 +132,20 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> Sharding:
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError("this model was sharded by fully_shard: call trunkline.shard(model, mesh) instead.")
     require_same_weights(model, mesh)
-    return Sharding(model, mesh, zero=0, reduce_dtype=torch.float32, wholes={}, partial=None, hooks=[])
+    return ShardedParameters(
+        model, mesh, zero=0, reduce_dtype=torch.float32, unsharded_specs={}, partial_grads=None, hooks=[]
+    )
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce the gradients of backward passes in here over ranks: the next one outside reduces all together.
+    """Accumulate gradients on each rank: the next backward outside this context reduces all of them together.
 
-    For micro-batches before the last of a step. Until then every rank holds the whole gradients of the layers, in fp32.
-    They are dropped if an error leaves this context; `zero_grad` does not know of them.
+    Use it for micro-batches before the last of a step. Until then every rank holds unsharded gradients in fp32. An
+    error that leaves this context drops them; `zero_grad` does not.
 
     Args:
-        model: streamed over a mesh. Where it is not there is nothing to put off.
+        model: a model streamed over a mesh. Other models are unchanged by this context.
     """
     forward = base_model(model).__dict__.get("forward")
     sharding = getattr(getattr(forward, "decoder", None), "sharding", None)
@@ -149,38 +156,68 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        sharding.forget()
+        sharding.drop_pending_grads()
         raise
     finally:
         sharding.sync = before
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A parameter as it is when it is gathered: on this rank, where it is cut along tp."""
+class UnshardedSpec:
+    """Shape and tp placements of a parameter while FSDP2 has gathered it; the shape is the tp rank's own."""
 
     shape: torch.Size
     placements: tuple[Placement, ...]
 
     @staticmethod
-    def of(parameter: Parameter) -> Whole:
-        """Of one that is not sharded yet."""
+    def of(parameter: Parameter) -> UnshardedSpec:
+        """Describe a parameter that FSDP2 has not sharded yet."""
         if isinstance(parameter, DTensor):
-            return Whole(parameter.to_local().shape, parameter.placements)
-        return Whole(parameter.shape, ())
+            return UnshardedSpec(parameter.to_local().shape, parameter.placements)
+        return UnshardedSpec(parameter.shape, ())
 
 
-class Sharding:
-    """Where a model's parameters are, and how their gradients come together.
+class FSDPHooks:
+    """Forward hooks of one FSDP2 unit, which gather its parameters and reduce its gradients at every call.
 
     Args:
-        model: sharded, or to be left whole.
-        mesh: of the job.
-        zero: 0, 2 or 3.
-        reduce_dtype: in which gradients are summed over ranks.
-        wholes: parameters by name, as they are when they are gathered; not looked at where nothing is.
-        partial: what is whole on every tp rank, but gets a part of its gradient on each; None for nothing.
-        hooks: of FSDP2.
+        unit: a module after `fully_shard`.
+        pre: keys of forward pre-hooks that were there before `fully_shard`.
+        post: keys of forward hooks that were there before it.
+    """
+
+    def __init__(self, unit: nn.Module, pre: set[int], post: set[int]) -> None:
+        self._unit = unit
+        self._pre = {key: hook for key, hook in unit._forward_pre_hooks.items() if key not in pre}
+        self._post = {key: hook for key, hook in unit._forward_hooks.items() if key not in post}
+
+    def suspend(self) -> None:
+        """Remove the hooks; a second call changes nothing."""
+        for key in self._pre:
+            self._unit._forward_pre_hooks.pop(key, None)
+        for key in self._post:
+            self._unit._forward_hooks.pop(key, None)
+
+    def resume(self) -> None:
+        """Restore the hooks; a second call changes nothing."""
+        # FSDP2's pre-hooks come first: other pre-hooks may read the gathered parameters.
+        others = {key: hook for key, hook in self._unit._forward_pre_hooks.items() if key not in self._pre}
+        self._unit._forward_pre_hooks.clear()
+        self._unit._forward_pre_hooks.update({**self._pre, **others})
+        self._unit._forward_hooks.update(self._post)
+
+
+class ShardedParameters(ParameterStore):
+    """Parameters of a model on a mesh, gathered for sweeps, and the reduction of their gradients over ranks.
+
+    Args:
+        model: a model that `shard` has sharded, or a replicated one.
+        mesh: mesh of the job.
+        zero: 0, 2 or 3; see `shard`.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        unsharded_specs: specs of gathered parameters by name; not used for a replicated model.
+        partial_grads: modules of which each tp rank computes a part of the gradient; None without tp.
+        hooks: hooks of FSDP2's units.
     """
 
     def __init__(
@@ -190,9 +227,9 @@ class Sharding:
         *,
         zero: int,
         reduce_dtype: torch.dtype,
-        wholes: dict[str, Whole],
-        partial: PartialModules | None,
-        hooks: list[Hooks],
+        unsharded_specs: dict[str, UnshardedSpec],
+        partial_grads: PartialGradModules | None,
+        hooks: list[FSDPHooks],
     ) -> None:
         self.mesh = mesh
         self.zero = zero
@@ -201,7 +238,7 @@ class Sharding:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device(mesh.device_type)
         self._model = model
         self._layers = find_layers(model)
-        self._replicas = flat(mesh, REPLICAS)
+        self._replicas = flatten_axes(mesh, REPLICA_AXES)
         self._group = self._replicas.get_group()
         self._tp = mesh["tp"].get_group()
         self._reduce_dtype = reduce_dtype
@@ -209,39 +246,40 @@ class Sharding:
         self._layer_parameters = [list(layer.parameters()) for layer in self._layers]
         self._other_parameters = parameters_outside(model, self._layers)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._wholes = wholes
-        self._partial = partial
-        if partial is not None:
-            partial.put_back()
-        self._waiting: dict[Parameter, Tensor] = {}  # sums of micro-batches before the last
-        self._touched: set[Parameter] = set()
-        self._coming: dict[int, Any] = {}
+        self._unsharded_specs = unsharded_specs
+        self._partial_grads = partial_grads
+        if partial_grads is not None:
+            partial_grads.resume()
+        self._pending_grads: dict[Parameter, Tensor] = {}  # sums of micro-batches before the last
+        self._touched: set[Parameter] = set()  # parameters that ever had a gradient on any rank
+        self._prefetched: dict[int, Any] = {}  # layer to handle of its all-gather
         self._hooks = hooks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameters:
         if self._sharded or self.mesh["tp"].size() > 1:
             raise ValueError("a sharded model cannot be copied: copy it before shard().")
-        new = Sharding.__new__(Sharding)
+        new = ShardedParameters.__new__(ShardedParameters)
         memo[id(self)] = new
-        shared = ("mesh", "_replicas", "_group", "_tp")  # the job's ranks are those of every copy
+        shared = ("mesh", "_replicas", "_group", "_tp")  # copies of a model run on the same ranks
         new.__dict__.update({k: v if k in shared else copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         return new
 
     @property
+    @override
     def layer_parameters(self) -> list[list[Parameter]]:
-        """See `Decoder.layer_parameters`; those of a sharded model are what `shard` found."""
+        # While FSDP2 has gathered a unit, its modules hold other tensors than the sharded parameters.
         return self._layer_parameters if self._sharded else [list(layer.parameters()) for layer in self._layers]
 
     @property
+    @override
     def other_parameters(self) -> list[Parameter]:
-        """See `Decoder.other_parameters`."""
         return self._other_parameters if self._sharded else parameters_outside(self._model, self._layers)
 
     def check(self) -> None:
-        """Refuse parameters that `shard` has not seen.
+        """Refuse parameters that were added after `shard`.
 
         Raises:
-            ValueError: there are some, adapters perhaps.
+            ValueError: there are some, such as adapters.
         """
         new = [name for name, p in self._model.named_parameters() if self._sharded and p not in self._names]
         if new:
@@ -250,34 +288,36 @@ class Sharding:
                 "adapters (LoRA) on the model first, then shard() and stream() it."
             )
 
+    @override
     def begin(self) -> None:
-        """Before a forward: nothing that was gathered before is used."""
         if self._sharded:
-            for handle in self._coming.values():
+            # Whatever is still gathered (zero=2 without a backward, a prefetch of a step that failed) may be older than
+            # the optimizer's last step.
+            for handle in self._prefetched.values():
                 handle.wait()
-            self._coming.clear()
+            self._prefetched.clear()
             for layer in self._layers:
                 _unit(layer).reshard()
             _unit(self._model).reshard()
 
+    @override
     def suspend_hooks(self) -> None:
-        """From now on sweeps say when parameters are gathered, not FSDP2's hooks."""
         for hooks in self._hooks:
-            hooks.put_aside()
-        if self._partial is not None:
-            self._partial.put_aside()
+            hooks.suspend()
+        if self._partial_grads is not None:
+            self._partial_grads.suspend()
 
+    @override
     def resume_hooks(self) -> None:
-        """The other way."""
         self.begin()
         for hooks in self._hooks:
-            hooks.put_back()
-        if self._partial is not None:
-            self._partial.put_back()
+            hooks.resume()
+        if self._partial_grads is not None:
+            self._partial_grads.resume()
 
+    @override
     @contextlib.contextmanager
     def hooks_resumed(self) -> Iterator[None]:
-        """FSDP2's for as long as this lasts."""
         self.resume_hooks()
         try:
             yield
@@ -285,80 +325,85 @@ class Sharding:
             self.begin()
             self.suspend_hooks()
 
+    @override
     @contextlib.contextmanager
     def unsharded(self, layer: int | None, *, following: int | None = None, again: bool = False) -> Iterator[None]:
-        """See `Decoder.present`."""
         if not self._sharded:
             yield
             return
         unit = _unit(self._model if layer is None else self._layers[layer])
-        handle = None if layer is None else self._coming.pop(layer, None)
+        handle = None if layer is None else self._prefetched.pop(layer, None)
         if handle is None:
             unit.unshard()
         else:
             handle.wait()
-        if following is not None and following not in self._coming:
-            self._coming[following] = _unit(self._layers[following]).unshard(async_op=True)
+        # The next layer's all-gather runs while this layer is swept.
+        if following is not None and following not in self._prefetched:
+            self._prefetched[following] = _unit(self._layers[following]).unshard(async_op=True)
         try:
             yield
         finally:
             if not (again and self.zero == 2):
                 unit.reshard()
 
+    @override
     def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """See `Decoder.live`."""
         if not self._sharded:
             return list(parameters)
-        found = [self._model.get_parameter(self._names[parameter]) for parameter in parameters]
-        for parameter, live in zip(parameters, found, strict=True):
-            live.requires_grad_(parameter.requires_grad)  # FSDP2 looks once
-        return list(found)
+        gathered = [self._model.get_parameter(self._names[parameter]) for parameter in parameters]
+        for parameter, unsharded in zip(parameters, gathered, strict=True):
+            # FSDP2 copies the flag when it makes the unsharded parameter, and never again.
+            unsharded.requires_grad_(parameter.requires_grad)
+        return list(gathered)
 
+    @override
     def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """See `Decoder.reduce_grads`."""
         if not parameters:
             return []
-        sums = [self._summed(parameter, total) for parameter, total in zip(parameters, totals, strict=True)]
+        sums = [self._with_pending(parameter, total) for parameter, total in zip(parameters, totals, strict=True)]
         if not self.sync:
-            self._waiting.update((p, total) for p, total in zip(parameters, sums, strict=True) if total is not None)
+            self._pending_grads.update(
+                (p, total) for p, total in zip(parameters, sums, strict=True) if total is not None
+            )
             return [None] * len(sums)
-        # Ranks whose tokens did not touch a parameter take part all the same: in experts, or in a head without targets.
-        # One that some rank has ever touched counts as touched: that is asked at first, and never in a later step.
+        # A rank whose tokens did not touch a parameter (an expert; a head without targets) must still take part in its
+        # reduction. Parameters that any rank has ever touched count as touched, so that the ranks compare once, in the
+        # first step, and not in every step.
         if not self._touched.issuperset(parameters):
             touched = torch.tensor([total is not None for total in sums], dtype=torch.uint8, device=self.device)
             dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._group)
             self._touched.update(p for p, any_rank in zip(parameters, touched.tolist(), strict=True) if any_rank)
         pairs = zip(parameters, sums, strict=True)
-        return [self._over_ranks(p, total) if p in self._touched else None for p, total in pairs]
+        return [self._reduce(p, total) if p in self._touched else None for p, total in pairs]
 
-    def forget(self) -> None:
+    def drop_pending_grads(self) -> None:
         """Drop the gradients of micro-batches that were not reduced yet."""
-        self._waiting.clear()
+        self._pending_grads.clear()
 
     @property
+    @override
     def has_pending_grads(self) -> bool:
-        """Whether there are any."""
-        return bool(self._waiting)
+        return bool(self._pending_grads)
 
-    def _summed(self, parameter: Parameter, total: Tensor | None) -> Tensor | None:
-        """A sum with those of the micro-batches before."""
-        waiting = self._waiting.pop(parameter, None)
-        if waiting is None or total is None:
-            return waiting if total is None else total
-        return waiting.add_(total)
+    def _with_pending(self, parameter: Parameter, total: Tensor | None) -> Tensor | None:
+        """Add the sum of earlier micro-batches to a parameter's sum."""
+        pending = self._pending_grads.pop(parameter, None)
+        if pending is None or total is None:
+            return pending if total is None else total
+        return pending.add_(total)
 
-    def _over_ranks(self, parameter: Parameter, total: Tensor | None) -> Tensor:
-        """The gradient of a parameter, from the sums of all ranks."""
-        name = self._names.get(parameter, "")  # none for what was added to a model that is whole
-        whole = self._wholes[name] if self._sharded else Whole.of(parameter)
+    def _reduce(self, parameter: Parameter, total: Tensor | None) -> Tensor:
+        """Return the gradient of a parameter, sharded as it is, from the sums of all ranks."""
+        name = self._names.get(parameter, "")  # empty for adapters added to a replicated model
+        spec = self._unsharded_specs[name] if self._sharded else UnshardedSpec.of(parameter)
         if total is None:
-            dtype = torch.float64 if parameter.dtype == torch.float64 else self._reduce_dtype  # as those of other ranks
-            local = torch.zeros(whole.shape, dtype=dtype, device=self.device)
+            dtype = torch.float64 if parameter.dtype == torch.float64 else self._reduce_dtype  # equal on all ranks
+            local = torch.zeros(spec.shape, dtype=dtype, device=self.device)
         elif isinstance(total, DTensor):
-            local = total.redistribute(placements=whole.placements).to_local()
+            local = total.redistribute(placements=spec.placements).to_local()
         else:
             local = total
-        if self._partial is not None and name in self._partial.parameters:
+        if self._partial_grads is not None and name in self._partial_grads.parameters:
             dist.all_reduce(local, group=self._tp)
         if local.dtype != torch.float64:
             local = local.to(self._reduce_dtype)

@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks in more ways than one."""
+"""Norm and clipping of gradients that are sharded in different ways, as with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trunkline.distributed import failure
 
 
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; the same on every rank of every mesh.
+    """Scale gradients in place so that their total norm is at most `max_norm`; equal on every rank of every mesh.
 
-    `torch.nn.utils.clip_grad_norm_` refuses gradients of which some are cut along other axes than others, as they are
-    with tensor parallelism.
+    `torch.nn.utils.clip_grad_norm_` refuses gradients that are sharded along different axes, as with tensor
+    parallelism.
 
     Args:
-        parameters: a model, or parameters whose gradients count; those without one do not.
+        parameters: a model, or parameters; parameters without a gradient are skipped.
         max_norm: the largest norm.
 
     Returns:
-        The norm before, fp32 (fp64 where all gradients are), 0-dim.
+        The norm before scaling, 0-dim, fp32 (fp64 if all gradients are).
 
     Raises:
         ValueError: `max_norm` is not above 0.
@@ -43,18 +43,18 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds: all of it, where it is not spread over ranks."""
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients as one vector, each element counted once however it is spread over ranks.
+    """Compute the norm of all gradients as one vector; each element counts once, however it is sharded.
 
     Args:
-        gradients: tensors that are the same on every rank, or DTensors.
+        gradients: DTensors, or tensors that are equal on every rank.
 
     Returns:
-        fp32, or fp64 where all of them are; 0-dim.
+        0-dim, fp32 (fp64 if all gradients are).
     """
     squares: defaultdict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
     device: torch.device | None = None
@@ -62,10 +62,11 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for gradient in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         dtype = wide if dtype in (None, wide) else torch.float32
+        # Gradients sharded alike share their collectives: one all-reduce of the sum of squares along each axis.
         key = None
         if isinstance(gradient, DTensor):
-            cut = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
-            key = gradient.device_mesh, cut
+            axes = tuple(axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            key = gradient.device_mesh, axes
             device = torch.device(gradient.device_mesh.device_type)
         squares[key].append(torch.linalg.vector_norm(local(gradient), dtype=wide).square())
     totals = []

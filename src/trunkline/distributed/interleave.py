@@ -1,12 +1,11 @@
-"""Calls that take turns, so that one computes while what another has sent is on its way.
+"""Interleaving of chunks, so that one computes while another waits for an exchange.
 
-A chunk's layer is one call of the model's own code, and exchanges of Ulysses lie in the middle of it: nothing of that
-chunk can be computed until they are through. So the call pauses there (`pause`), and a call for the next chunk goes on.
-A call that can pause is a greenlet: all run in one thread, each until it pauses, in an order that is the same on all
-ranks.
+Ulysses' exchanges lie in the middle of a layer, inside the model's own code, and nothing of the same chunk can be
+computed meanwhile. So the layer's call is a greenlet: it pauses at an exchange, and the next chunk's call runs. All
+calls run in one thread, in an order that is the same on all ranks, since collectives must start in the same order.
 
-Every call has its own context variables, its own mode of gradients, and its own autocast, on the CPU and on the device.
-Whatever else belongs to a thread, they share.
+A greenlet shares the thread's state with all others. Each call therefore has its own context variables, grad mode and
+autocast state (CPU and device), saved at every switch. Any other thread-local state is shared between calls.
 """
 
 from __future__ import annotations
@@ -24,130 +23,133 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from trunkline.engine.ranks import T
 
 
-class _Turn(greenlet):
-    """A call that can pause, with the thread's modes as it left them; begun by the first `step`."""
+class PausableCall(greenlet):
+    """Call in a greenlet of its own. It starts at the first `step`."""
 
     def __init__(self, call: Callable[[], Any], device_types: Iterable[str]) -> None:
         super().__init__(call)
         self.gr_context = contextvars.copy_context()
         self.thread = threading.get_ident()
         self._device_types = device_types
-        self._modes = _modes(device_types)
+        self._modes = _torch_modes(device_types)
         self._result: Any = None
 
     def step(self) -> None:
-        """Go on to the next pause, or to the end."""
-        with self._entered():
+        """Run to the next pause, or to the end."""
+        with self._own_modes():
             self._result = self.switch()
 
     def finish(self) -> Any:
-        """Go on to the end; gives what the call returns, once."""
+        """Run to the end and return the result. The result is dropped, so that its memory is the caller's to free."""
         while not self.dead:
             self.step()
         result, self._result = self._result, None
         return result
 
     def close(self) -> None:
-        """End the call, wherever it is."""
-        if self:
-            with self._entered():
+        """End the call where it stands, so that its `finally` blocks run."""
+        if self:  # a greenlet is true between its start and its end
+            with self._own_modes():
                 self.throw(GreenletExit)
 
     @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        outer = _modes(self._device_types)
-        _set_modes(self._modes)
+    def _own_modes(self) -> Iterator[None]:
+        outer = _torch_modes(self._device_types)
+        _set_torch_modes(self._modes)
         try:
             yield
         finally:
-            self._modes = _modes(self._device_types)
-            _set_modes(outer)
+            self._modes = _torch_modes(self._device_types)
+            _set_torch_modes(outer)
 
 
 class Interleaver:
-    """Who goes on while an exchange is under way.
+    """Scheduler of calls that exchange with other ranks.
 
     Args:
-        device_type: on which calls compute.
+        device_type: device that the calls compute on, `cpu` or `cuda`.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_types = tuple({"cpu", device_type})
-        self._under_way: set[_Turn] = set()
-        self._coming: _Turn | None = None
+        self._unfinished: set[PausableCall] = set()
+        self._next: PausableCall | None = None
 
     def pause(self) -> None:
-        """Let others go on, if there are any: what was started before this will be waited for after it."""
+        """Let another call run; do nothing outside calls. Start an exchange before this, and wait for it after."""
         current = getcurrent()
-        if isinstance(current, _Turn):
+        if isinstance(current, PausableCall):
             assert current.parent is not None
             current.parent.switch()
 
-    def meanwhile(self) -> None:
-        """Let the call that `ahead` will give next go on to its next pause."""
-        coming = self._coming
-        # Autograd may be in a thread of its own.
-        if coming is not None and not coming.dead and coming.thread == threading.get_ident():
-            coming.step()
+    def run_next(self) -> None:
+        """Run the call that `pipeline` yields next up to its next pause, from the backward of the present result."""
+        call = self._next
+        # Autograd runs a CUDA backward in its own thread, where a greenlet of this one cannot be resumed.
+        if call is not None and not call.dead and call.thread == threading.get_ident():
+            call.step()
 
     def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Make calls, two of them under way at a time: at every pause the other goes on."""
-        waiting, slots = iter(calls), deque[_Turn]()
+        """Run calls, two at a time: whenever one pauses the other runs."""
+        waiting, running = iter(calls), deque[PausableCall]()
         while True:
-            call = next(waiting, None) if len(slots) < 2 else None
+            call = next(waiting, None) if len(running) < 2 else None
             if call is not None:
-                slots.append(self._turn(call))
-            elif slots:
-                slots.rotate(-1)
+                running.append(self._pausable(call))
+            elif running:
+                running.rotate(-1)
             else:
                 return
-            slots[-1].step()
-            if slots[-1].dead:
-                self._under_way.discard(slots.pop())
+            running[-1].step()
+            if running[-1].dead:
+                self._unfinished.discard(running.pop())
 
     def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """What calls return, in their order; while one's result is in use, `meanwhile` lets the next begin."""
-        waiting = map(self._turn, calls)
-        turn = next(waiting, None)
-        while turn is not None:
-            self._coming = next(waiting, None)
-            self._under_way.discard(turn)
-            yield turn.finish()
-            turn = self._coming
+        """Yield the results of calls in order; `run_next` advances the next call while one result is in use."""
+        waiting = map(self._pausable, calls)
+        call = next(waiting, None)
+        while call is not None:
+            self._next = next(waiting, None)
+            self._unfinished.discard(call)
+            yield call.finish()
+            call = self._next
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Calls that are made in here end with it, also where an error has left them under way."""
-        outer = self._under_way, self._coming
-        self._under_way, self._coming = set(), None
+        """End all calls that started in this context, also those that an error has left unfinished.
+
+        A forward inside a call (evaluation from a progress callback) opens its own scope, and its own order of calls.
+        """
+        outer = self._unfinished, self._next
+        self._unfinished, self._next = set(), None
         try:
             yield
         except BaseException as error:
-            for turn in self._under_way:
+            for call in self._unfinished:
                 try:
-                    turn.close()
+                    call.close()
                 except Exception as further:
                     error.add_note(f"While another chunk's call ended, {type(further).__name__}: {further}")
             raise
         finally:
-            self._under_way, self._coming = outer
+            self._unfinished, self._next = outer
 
-    def _turn(self, call: Callable[[], Any]) -> _Turn:
-        turn = _Turn(call, self._device_types)
-        self._under_way.add(turn)
-        return turn
+    def _pausable(self, call: Callable[[], Any]) -> PausableCall:
+        pausable = PausableCall(call, self._device_types)
+        self._unfinished.add(pausable)
+        return pausable
 
 
-def _modes(device_types: Iterable[str]) -> tuple[Any, ...]:
-    """What a thread has of modes that a call may have changed by the time it pauses."""
+def _torch_modes(device_types: Iterable[str]) -> tuple[Any, ...]:
+    """Return the thread's grad mode and autocast state, which a call may have changed when it pauses."""
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]
     return torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), autocast
 
 
-def _set_modes(modes: tuple[Any, ...]) -> None:
-    gradients, cache, autocast = modes
-    torch.set_grad_enabled(gradients)
-    torch.set_autocast_cache_enabled(cache)
+def _set_torch_modes(modes: tuple[Any, ...]) -> None:
+    grad_enabled, cache_enabled, autocast = modes
+    torch.set_grad_enabled(grad_enabled)
+    torch.set_autocast_cache_enabled(cache_enabled)
     for kind, enabled, dtype in autocast:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)

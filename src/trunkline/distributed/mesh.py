@@ -1,6 +1,7 @@
-"""The mesh: how the ranks of a job are divided, checked in one place.
+"""Device mesh of a job: building it, and checking its degrees.
 
-Axes, outermost first: `dp` replicas with other data, `cp` and `sp` that share a sequence, `tp` that shares matrices.
+Axes, outermost first: `dp` (replicas with different data), `cp` and `sp` (ranks that share a sequence), `tp` (ranks
+that share matrices).
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trunkline.distributed import failure
 
 AXES = ("dp", "cp", "sp", "tp")
-SEQUENCE = ("cp", "sp")
+SEQUENCE_AXES = ("cp", "sp")  # ranks that hold different tokens of one sequence
+REPLICA_AXES = ("dp", "cp", "sp")  # ranks that compute gradients of the same parameters
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """Ranks along each axis.
+    """Number of ranks along each axis of the mesh.
 
     Attributes:
-        dp: replicas of the model's computation, each with other data.
-        sp: ranks that share a sequence, cut by attention heads in attention (Ulysses).
-        cp: ranks that share a sequence, cut by query rows in attention; keys and values are gathered.
+        dp: replicas, each with different data.
+        sp: ranks that share a sequence; attention is divided by heads (Ulysses).
+        cp: ranks that share a sequence; attention is divided by query rows, keys and values are gathered.
         tp: ranks that share every matrix.
     """
 
@@ -37,7 +39,6 @@ class ParallelDims:
     tp: int = 1
 
     def __str__(self) -> str:
-        """As settings."""
         return ", ".join(f"{axis}={getattr(self, axis)}" for axis in ("dp", "sp", "cp", "tp"))
 
     @property
@@ -51,10 +52,10 @@ class ParallelDims:
         return self.dp * self.sp * self.cp
 
     def check_world(self, world_size: int) -> None:
-        """Refuse degrees that are no whole numbers, or do not make up the ranks of the job.
+        """Refuse degrees that are not positive integers, or whose product is not the number of ranks of the job.
 
         Raises:
-            ValueError: with what would.
+            ValueError: names a degree that would fit.
         """
         for axis in AXES:
             degree = getattr(self, axis)
@@ -62,25 +63,25 @@ class ParallelDims:
                 raise ValueError(f"{axis}={degree!r}: give a positive whole number of ranks.")
         rest = self.sp * self.cp * self.tp
         if self.dp * rest != world_size:
-            mend = (
+            fix = (
                 f"set dp={world_size // rest}"
                 if world_size % rest == 0
                 else f"sp x cp x tp must divide {world_size}: {rest} does not"
             )
             raise ValueError(
-                f"{self} makes {self.dp * rest} ranks, but the job has a world size of {world_size}: {mend}, or start "
+                f"{self} makes {self.dp * rest} ranks, but the job has a world size of {world_size}: {fix}, or start "
                 f"{self.dp * rest} processes (torchrun --nproc-per-node)."
             )
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
-        """Refuse degrees that attention heads cannot be cut by.
+        """Refuse degrees that do not divide the attention heads.
 
         Args:
-            num_heads: query heads of the model.
-            num_kv_heads: key/value heads.
+            num_heads: number of query heads of the model.
+            num_kv_heads: number of key/value heads.
 
         Raises:
-            ValueError: with the valid values.
+            ValueError: names the valid degrees.
         """
         heads = f"{num_heads} query and {num_kv_heads} key/value heads (world size {self.world_size})"
         if num_heads % self.tp or num_kv_heads % self.tp:
@@ -97,7 +98,7 @@ class ParallelDims:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """Return all divisors of a number, smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -119,25 +120,25 @@ def init_mesh(
     device_type: str | None = None,
     timeout: timedelta | None = None,
 ) -> DeviceMesh:
-    """Build the mesh of a job's ranks, and join the job if that was not done yet.
+    """Build the device mesh of all ranks, and join the process group first if that was not done.
 
-    Ranks that follow one another share matrices first (`tp`), then a sequence (`sp`, then `cp`); so these stay within a
-    node. Start the processes with torchrun.
+    Consecutive ranks form `tp` groups first, then `sp`, then `cp`: groups that exchange most stay within a node. Start
+    the processes with torchrun.
 
     Args:
-        dp: replicas, each with other data; None takes what the others leave.
-        sp: ranks that share a sequence, cut by heads in attention: it must divide the query heads.
-        cp: ranks that share a sequence, cut by rows in attention: any number.
-        tp: ranks that share every matrix: it must divide the key/value heads.
-        model: whose heads the degrees must divide, or its config; without it `stream` checks that.
-        device_type: `cuda` or `cpu`; None is cuda where there is one.
-        timeout: after which a collective fails; None is PyTorch's own.
+        dp: number of replicas, each with different data; None uses all ranks that the other degrees leave.
+        sp: ranks that share a sequence, divided by heads in attention; must divide the query heads.
+        cp: ranks that share a sequence, divided by query rows in attention; any number.
+        tp: ranks that share every matrix; must divide the key/value heads.
+        model: model, or its config, to check the degrees against its heads; None leaves that to `stream`.
+        device_type: `cuda` or `cpu`; None chooses cuda if it is available.
+        timeout: time after which a collective fails; None is PyTorch's default.
 
     Returns:
-        A mesh of the axes dp, cp, sp, tp.
+        A mesh with the axes dp, cp, sp, tp.
 
     Raises:
-        ValueError: the degrees do not fit the number of ranks or the heads; the text has the valid values.
+        ValueError: the degrees do not fit the number of ranks or the heads; the text names valid degrees.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
@@ -161,18 +162,26 @@ def init_mesh(
 
 
 def parallel_dims_of(mesh: DeviceMesh) -> ParallelDims:
-    """The degrees of a mesh.
+    """Return the degrees of a mesh.
 
     Raises:
-        ValueError: it is not one of `init_mesh`.
+        ValueError: `init_mesh` did not make it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != AXES:
         raise ValueError(f"mesh={mesh!r}: give the mesh that trunkline.init_mesh returns.")
     return ParallelDims(**{axis: mesh[axis].size() for axis in AXES})
 
 
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """Return several axes of a mesh as one axis. Repeated calls return the same mesh: each new one makes a group."""
+    name = "_".join(axes)
+    root: Any = mesh
+    known = root._flatten_mapping if hasattr(root, "_flatten_mapping") else {}
+    return known[name] if name in known else mesh[axes]._flatten(name)
+
+
 def heads_of(model: Any) -> tuple[int, int]:
-    """Query heads and key/value heads of a transformers model or config."""
+    """Return the numbers of query heads and key/value heads of a transformers model or config."""
     config = getattr(model, "config", model).get_text_config()
     num_heads: int = config.num_attention_heads
     num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads

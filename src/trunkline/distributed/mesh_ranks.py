@@ -1,22 +1,23 @@
-"""The ranks of a mesh that share a sequence, as the engine sees them (`trunkline.engine.ranks.Ranks`)."""
+"""Ranks of a device mesh, and the checks that all of them were given matching inputs."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from trunkline.distributed import failure
 from trunkline.distributed.comm import Comm, gather_small
-from trunkline.distributed.mesh import SEQUENCE, parallel_dims_of
+from trunkline.distributed.mesh import SEQUENCE_AXES, flatten_axes, parallel_dims_of
 from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.engine.batch import Batch
 from trunkline.engine.ranks import Agreement
@@ -24,10 +25,10 @@ from trunkline.offload.lanes.base import LaneTraffic
 
 
 class MeshRanks(SequenceParallelRanks):
-    """See `trunkline.engine.ranks.Ranks`.
+    """Ranks of a device mesh.
 
     Args:
-        mesh: from `init_mesh`.
+        mesh: mesh from `init_mesh`.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -37,131 +38,135 @@ class MeshRanks(SequenceParallelRanks):
         def comm(axes: DeviceMesh) -> Comm | None:
             return Comm(axes.get_group(), traffic) if axes.size() > 1 else None
 
-        coordinate = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
-        here = MeshCoordinate(*(coordinate[axis] for axis in ("dp", "cp", "sp")))
-        comms = SequenceComms(comm(mesh["sp"]), comm(mesh["cp"]), comm(flat(mesh, SEQUENCE)))
-        super().__init__(parallel_dims, here, comms, traffic, mesh.device_type)
-        self.name = "-".join(
-            f"{axis}{i}of{mesh[axis].size()}" for axis, i in coordinate.items() if mesh[axis].size() > 1
-        )
+        index = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+        coordinate = MeshCoordinate(index["dp"], index["cp"], index["sp"])
+        comms = SequenceComms(comm(mesh["sp"]), comm(mesh["cp"]), comm(flatten_axes(mesh, SEQUENCE_AXES)))
+        super().__init__(parallel_dims, coordinate, comms, traffic, mesh.device_type)
+        self.name = "-".join(f"{axis}{i}of{mesh[axis].size()}" for axis, i in index.items() if mesh[axis].size() > 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
-        return self  # the job's ranks are those of every copy of a model
+        return self  # copies of a model run on the same ranks
 
+    @override
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """See `Ranks.guard`."""
         with self._interleaver.scope(), failure.guard():
             yield
 
-    def require_same(self, what: object, name: str) -> None:
-        """See `Ranks.require_same`."""
-        found = gather_small(torch.tensor([_number(repr(what))], device=self.mesh.device_type)).flatten().tolist()
-        for replica in self.mesh.mesh.flatten(1).tolist():
-            if len({found[rank] for rank in replica}) > 1:
+    @override
+    def require_same(self, value: object, name: str) -> None:
+        hashes = gather_small(torch.tensor([_hash(repr(value))], device=self.mesh.device_type)).flatten().tolist()
+        for replica in self._replicas:
+            if len({hashes[rank] for rank in replica}) > 1:
                 raise ValueError(
                     f"{name} differs between {_names(replica)}, which share a sequence but have other room (on their "
                     "disks, perhaps): set all budgets, disk_budget too, to what every rank has."
                 )
 
+    @override
     def require_same_weights(self, model: nn.Module) -> None:
-        """See `Ranks.require_same_weights`."""
         if not any(isinstance(p, DTensor) for p in model.parameters()):
             require_same_weights(cast(PreTrainedModel, model), self.mesh)
 
-    # -- the contract --------------------------------------------------------------------------------------------------
-
+    @override
     def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        """See `Ranks.agree`."""
         batch: Batch | None = None
-        kind = ""
         error: ValueError | None = None
+        call = CallSummary()
         with failure.guard():
             try:
                 batch, kind = read()
+                call = CallSummary.of(batch, kind, seed)
             except ValueError as refused:
                 error = refused
-                failure.explain(refused)
-            rows: list[list[int]] = gather_small(self._said(batch, kind, seed)).tolist()
-        failure.all_go_on()
+                failure.publish_refusal(refused)
+            # A rank that refuses takes part, too: the others would wait for it in their first collective.
+            rows = gather_small(torch.tensor(call, device=self.mesh.device_type)).tolist()
+        failure.begin_epoch()
         if error is not None:
             raise error
         assert batch is not None
-        return batch, self._agreed(rows, batch)
+        calls = [CallSummary(*row) for row in rows]
+        self._compare(calls)
+        num_targets = [calls[replica[0]].num_targets for replica in self._replicas]
+        total = torch.tensor(max(sum(num_targets), 1), device=batch.input_ids_BS.device)
+        first_of_replica = self._replicas[self.coordinate.dp][0]
+        return batch, Agreement(calls[first_of_replica].seed, total if len(num_targets) > 1 else None)
 
-    def _said(self, batch: Batch | None, kind: str, seed: int) -> Tensor:
-        """What this rank says of its call, (5,): whether it is valid, its kind, its tokens, its seed, its targets."""
-        device = self.mesh.device_type
-        if batch is None:
-            return torch.zeros(5, dtype=torch.long, device=device)
-        tokens = fingerprint(batch)
-        count = batch.num_targets if batch.targets is not None else None
-        given = 0 if count is None or batch.targets is None else int((batch.targets != -100).sum())
-        return torch.tensor([1, _number(kind), tokens, seed, given], device=device)
+    @property
+    def _replicas(self) -> list[list[int]]:
+        """Ranks of each replica."""
+        return self.mesh.mesh.flatten(1).tolist()
 
-    def _agreed(self, rows: list[list[int]], batch: Batch) -> Agreement:
-        refused = [rank for rank, row in enumerate(rows) if not row[0]]
+    def _compare(self, calls: list[CallSummary]) -> None:
+        """Refuse calls that differ, with the same error on all ranks."""
+        refused = [rank for rank, call in enumerate(calls) if not call.valid]
         if refused:
             raise ValueError(
-                f"rank {refused[0]} refused its arguments ({failure.explanation(refused[0])}): all ranks stop this "
+                f"rank {refused[0]} refused its arguments ({failure.refusal_of(refused[0])}): all ranks stop this "
                 "forward."
             )
-        if len({row[1] for row in rows}) > 1:
-            odd = _odd([row[1] for row in rows])
+        kinds = [call.kind for call in calls]
+        if len(set(kinds)) > 1:
             raise ValueError(
-                f"rank {odd} calls the model in another way than the others: all ranks must call it with labels or all "
-                "without, all with gradients or all without, with the same num_items_in_batch, and with the same "
-                "settings of stream()."
+                f"rank {_index_of_odd(kinds)} calls the model in another way than the others: all ranks must call it "
+                "with labels or all without, all with gradients or all without, with the same num_items_in_batch, and "
+                "with the same settings of stream()."
             )
-        members = self.mesh.mesh.flatten(1)
-        for replica in members.tolist():
-            tokens = [rows[rank][2] for rank in replica]
-            if len(set(tokens)) > 1:
-                odd = replica[_odd(tokens)]
+        for replica in self._replicas:
+            inputs = [calls[rank].inputs for rank in replica]
+            if len(set(inputs)) > 1:
                 raise ValueError(
-                    f"rank {odd} was given other tokens, positions, documents or labels than the ranks it shares a "
-                    f"sequence with ({_names(replica)}): every rank of a group passes the same global input_ids, and "
-                    "takes its part itself. Only dp replicas get different data; shuffle with one seed a replica."
+                    f"rank {replica[_index_of_odd(inputs)]} was given other tokens, positions, documents or labels "
+                    f"than the ranks it shares a sequence with ({_names(replica)}): every rank of a group passes the "
+                    "same global input_ids, and takes its part itself. Only dp replicas get different data; shuffle "
+                    "with one seed a replica."
                 )
-        own = members[self.coordinate.dp].tolist()
-        replicas = [rows[replica[0]][4] for replica in members.tolist()]
-        divisor = torch.tensor(max(sum(replicas), 1), device=batch.input_ids_BS.device)
-        return Agreement(rows[own[0]][3], divisor if len(replicas) > 1 else None)
 
 
-def flat(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Several axes of a mesh as one, which the mesh remembers."""
-    name = "_".join(axes)
-    root: Any = mesh
-    known = root._flatten_mapping if hasattr(root, "_flatten_mapping") else {}
-    return known[name] if name in known else mesh[axes]._flatten(name)
+class CallSummary(NamedTuple):
+    """Five integers that a rank sends to all others before a forward; all zero if it refuses its inputs."""
+
+    valid: int = 0
+    kind: int = 0  # hash of labels or none, gradients or none, settings
+    inputs: int = 0  # hash of tokens, positions, documents and labels
+    seed: int = 0
+    num_targets: int = 0
+
+    @staticmethod
+    def of(batch: Batch, kind: str, seed: int) -> CallSummary:
+        """Summarise a call of the model."""
+        targets = None if batch.num_targets is None else batch.targets
+        num_targets = 0 if targets is None else int((targets != -100).sum())
+        return CallSummary(1, _hash(kind), fingerprint(batch), seed, num_targets)
 
 
 def fingerprint(batch: Batch) -> int:
-    """A number that other tokens, positions, labels or shapes do not have."""
-    total = _number(repr(batch.documents))
+    """Hash tokens, positions, labels, documents and shapes of a batch. Tensors stay on their device but for a sum."""
+    total = _hash(repr(batch.documents))
     for x in (batch.input_ids_BS, batch.position_ids, batch.targets):
         if x is None:
-            total = _mixed(total, 1)
+            total = _hash_numbers(total, 1)
             continue
         flat_x = x.reshape(-1).long()
-        at = torch.arange(flat_x.numel(), device=x.device) * 0x1E3779B97F4A7C15
-        at = (at ^ (at >> 29)) * 0x3F58476D1CE4E5B9  # integers wrap around
-        total = _mixed(total, int((at * (flat_x + 1000)).sum()), *x.shape)
+        # Each element is weighted by a mix of its index (splitmix64), so that swapped tokens change the sum.
+        weight = torch.arange(flat_x.numel(), device=x.device) * 0x1E3779B97F4A7C15
+        weight = (weight ^ (weight >> 29)) * 0x3F58476D1CE4E5B9  # integers wrap around
+        total = _hash_numbers(total, int((weight * (flat_x + 1000)).sum()), *x.shape)
     return total
 
 
-def _mixed(*numbers: int) -> int:
+def _hash(text: str) -> int:
+    return _hash_numbers(*text.encode())
+
+
+def _hash_numbers(*numbers: int) -> int:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # fits int64
 
 
-def _number(text: str) -> int:
-    return _mixed(*text.encode())
-
-
-def _odd(values: list[int]) -> int:
-    """The place of the first that is not what most are."""
+def _index_of_odd(values: list[int]) -> int:
+    """Return the index of the first value that differs from the most frequent one."""
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return next(i for i, value in enumerate(values) if value != usual)
 
@@ -171,23 +176,24 @@ def _names(ranks: list[int]) -> str:
 
 
 def require_same_weights(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Refuse ranks that hold different weights: nothing would notice afterwards.
+    """Refuse ranks that hold different weights. Nothing would notice it later: they would train different models.
 
     Raises:
-        ValueError: on all ranks, naming one that differs.
+        ValueError: names a rank that differs. All ranks raise.
     """
     if dist.get_world_size() == 1 or model.get_input_embeddings().weight.device.type == "meta":
         return
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-    total = torch.zeros((), dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    int_of_size = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    checksum = torch.zeros((), dtype=torch.long, device=model.get_input_embeddings().weight.device)
     for number, parameter in enumerate(model.parameters(), 1):
-        bits = parameter.detach().view(kinds[parameter.dtype.itemsize])
-        total = total * 31 + bits.sum(dtype=torch.long) + number * parameter.numel()
-    with failure.guard():  # weights may still be on the host, where NCCL has no say
-        found: list[int] = gather_small(total[None].to(mesh.device_type)).flatten().tolist()
-        failure.all_go_on()
-    usual = max(found, key=found.count)
-    odd = [rank for rank, value in enumerate(found) if value != usual]
+        bits = parameter.detach().view(int_of_size[parameter.dtype.itemsize])
+        checksum = checksum * 31 + bits.sum(dtype=torch.long) + number * parameter.numel()
+    with failure.guard():
+        # Weights may still be on the host, and NCCL gathers on the device only.
+        checksums: list[int] = gather_small(checksum[None].to(mesh.device_type)).flatten().tolist()
+        failure.begin_epoch()
+    usual = max(checksums, key=checksums.count)
+    odd = [rank for rank, value in enumerate(checksums) if value != usual]
     if odd:
         raise ValueError(
             f"rank {odd[0]} holds other weights than the other ranks: load the same folder on every rank, or set the "

@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose parameters are spread over ranks."""
+"""Full state dict of a sharded model, and `save_pretrained` that writes it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from trunkline.distributed import failure
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a model, whole, on rank 0's host; empty on the other ranks. All ranks call it."""
-    found: dict[str, Any] = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    return found
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Gather all parameters and buffers on rank 0's host; the other ranks get an empty dict. All ranks call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state_dict: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state_dict
 
 
-def save_whole(model: nn.Module) -> None:
-    """Have a model's own `save_pretrained` write whole parameters: every rank calls it, rank 0 writes."""
+def save_full_state_dict(model: nn.Module) -> None:
+    """Make a model's `save_pretrained` gather its parameters: all ranks call it then, and rank 0 writes."""
     object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 
 
@@ -32,7 +31,7 @@ def _save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: A
         write(self, save_directory, *args, **settings)
         return
     with failure.guard():
-        settings["state_dict"] = whole_state_dict(self)
+        settings["state_dict"] = full_state_dict(self)
         if dist.get_rank() == 0:
             write(self, save_directory, *args, **settings)
         dist.barrier()

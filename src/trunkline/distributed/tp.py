@@ -1,4 +1,4 @@
-"""Tensor parallelism by transformers' own plan, on one axis of the mesh."""
+"""Tensor parallelism by transformers' own plan, along one axis of the mesh."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-# Styles of modules that are whole on every rank, but see a part of the heads: each rank's gradient is a part.
-_PARTIAL_STYLES = {"replicated_with_grad_allreduce"}
+# Styles of replicated modules that see a rank's heads only, so that each rank computes a part of their gradient.
+_PARTIAL_GRAD_STYLES = {"replicated_with_grad_allreduce"}
 
 
-class Partial:
-    """Modules that are whole on every rank, but see a part of the heads, such as norms of queries and keys.
+class PartialGradModules:
+    """Replicated modules that see a rank's heads only, such as norms of queries and keys.
 
-    transformers would have a hook on their parameters reduce what is accumulated, once too often with several
-    micro-batches, and for good. While the model is streamed they are reduced with all others; while it is not, hooks
-    like transformers' do it.
+    Their gradients must be summed over the ranks. transformers' own hooks sum what is accumulated in `.grad`, which is
+    wrong from the second micro-batch on, and cannot be removed. While the model is streamed, gradients are summed with
+    those of all other parameters; otherwise hooks of this class do it.
 
     Args:
-        parameters: names of theirs.
-        modules: them.
-        mesh: of the ranks.
+        parameters: names of the modules' parameters.
+        modules: the modules.
+        mesh: mesh of one axis, tp.
     """
 
     def __init__(self, parameters: set[str], modules: list[nn.Module], mesh: DeviceMesh) -> None:
@@ -35,15 +35,16 @@ class Partial:
         self._handles: list[RemovableHandle] = []
         self._hooked: set[nn.Parameter] = set()
 
-    def put_aside(self) -> None:
-        """No hook reduces anything. Twice is once."""
+    def suspend(self) -> None:
+        """Remove the hooks; a second call changes nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
 
-    def put_back(self) -> None:
-        """Hooks do it, set when the modules are called: FSDP2 changes their parameters. Twice is once."""
+    def resume(self) -> None:
+        """Restore the hooks; a second call changes nothing."""
+        # The hooks on parameters are set when a module is called, since FSDP2 replaces its parameters.
         if not self._handles:
             self._handles += [module.register_forward_pre_hook(self._hook) for module in self._modules]
 
@@ -59,16 +60,16 @@ class Partial:
         dist.all_reduce(parameter.grad, group=self._group)
 
 
-def parallelize(model: PreTrainedModel, mesh: DeviceMesh, *, blank: bool = False) -> Partial:
-    """Cut the matrices of a model over the ranks of a mesh of one axis, in place.
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, *, blank: bool = False) -> PartialGradModules:
+    """Shard the matrices of a model over the ranks of a mesh of one axis, in place.
 
     Args:
-        model: the model, whole.
-        mesh: of the ranks.
-        blank: its parameters are meant to have no contents.
+        model: the unsharded model.
+        mesh: mesh of one axis, tp.
+        blank: accept parameters on the meta device.
 
     Returns:
-        What gets a part of its gradient on each rank.
+        Modules whose gradients each rank computes a part of.
 
     Raises:
         ValueError: the model has no plan, or this transformers cannot apply it.
@@ -85,18 +86,26 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, *, blank: bool = False
         raise ValueError(f"{name} has no tensor-parallel plan in transformers: use sp or cp instead of tp.")
     if not blank and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError(f"the parameters of this {name} are on the meta device: load its weights before shard().")
-    found, modules = expand(model, plan), dict(model.named_modules())
-    if any(hasattr(modules.get(n), "base_layer") for n in found):
+    styles, modules = expand_plan(model, plan), dict(model.named_modules())
+    if any(hasattr(modules.get(n), "base_layer") for n in styles):
         raise ValueError(f"LoRA on the matrices of {name} does not go with tp, which cuts them: use sp or cp instead.")
-    names = [n for n, style in found.items() if style in _PARTIAL_STYLES and n in modules]
+    names = [n for n, style in styles.items() if style in _PARTIAL_GRAD_STYLES and n in modules]
     inside = {n for n, _ in model.named_parameters() if any(n.startswith(f"{module}.") for module in names)}
-    apply_tensor_parallelism(model, mesh, {n: style for n, style in found.items() if n not in names})
+    apply_tensor_parallelism(model, mesh, {n: style for n, style in styles.items() if n not in names})
     model.tie_weights()
-    return Partial(inside, [modules[name] for name in names], mesh)
+    return PartialGradModules(inside, [modules[name] for name in names], mesh)
 
 
-def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
-    """A plan with the layers' numbers in the place of its stars: parameters and modules by name, parameters first."""
+def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
+    """Expand the stars of a tensor-parallel plan into layer numbers.
+
+    Args:
+        model: the model.
+        plan: styles by name pattern, such as `model.layers.*.self_attn.q_proj`.
+
+    Returns:
+        Styles by parameter and module name; a module's parameters come before it.
+    """
     found: dict[str, str] = {}
     known = dict(model.named_parameters())  # tied ones once
     for name, module in model.named_modules():

@@ -41,7 +41,7 @@ def tp_shard(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     try:
         model = copy.deepcopy(meta_model.model)
-        parallelize(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), blank=True).put_aside()
+        parallelize(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), blank=True).suspend()
         decoder = HuggingFaceDecoder(model)
         yield MetaModel(model, decoder, probe.attention_spans(decoder), meta_model.device, meta_model.model)
     finally:

@@ -100,7 +100,7 @@ def preflight(
     if world.mesh is None:
         assert found is not None
         return found
-    chunk = int(failure.shared("chunk_size", None if found is None else str(found.recipe.chunk_size)))
+    chunk = int(failure.broadcast_text("chunk_size", None if found is None else str(found.recipe.chunk_size)))
     return found or PreflightResult(recipe.model_copy(update={"chunk_size": chunk}))
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import trunkline
 from trunkline.distributed import failure
 from trunkline.distributed.mesh import ParallelDims, parallel_dims_of
-from trunkline.distributed.state_dict import whole_state_dict
+from trunkline.distributed.state_dict import full_state_dict
 from trunkline.train.build_model import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
@@ -97,7 +97,7 @@ class World:
         if self.mesh is None:
             assert folder is not None
             return folder
-        return Path(failure.shared("output", None if folder is None else str(folder)))
+        return Path(failure.broadcast_text("output", None if folder is None else str(folder)))
 
     def expect_step_seconds(self, seconds: float) -> None:
         """Have collectives fail when they take far longer than a step does.
@@ -141,7 +141,7 @@ class World:
         if self.mesh is None:
             return model, None
         with failure.guard():
-            found = whole_state_dict(model)
+            found = full_state_dict(model)
         with torch.device("meta"):
             blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
         blank.generation_config = model.generation_config
@@ -214,11 +214,10 @@ def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> fl
 
 
 def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    from trunkline.distributed.fsdp import REPLICAS
-    from trunkline.distributed.mesh import SEQUENCE
-    from trunkline.distributed.mesh_ranks import flat
+    from trunkline.distributed.mesh import REPLICA_AXES, SEQUENCE_AXES, flatten_axes
 
     axes = mesh.mesh_dim_names or ()
     world = dist.group.WORLD
     assert world is not None
-    return [world, *(mesh[a].get_group() for a in axes), *(flat(mesh, a).get_group() for a in (SEQUENCE, REPLICAS))]
+    flattened = [flatten_axes(mesh, several).get_group() for several in (SEQUENCE_AXES, REPLICA_AXES)]
+    return [world, *(mesh[axis].get_group() for axis in axes), *flattened]
