@@ -47,8 +47,8 @@ class Pending:
 
 def test_at_most_two_gathered_spans_are_alive() -> None:
     """Within a chunk and across chunks; and every key is in a span."""
-    chunks, gather = split(6 * PART, PART), Gather()
-    keys = torch.arange(6.0 * PART).reshape(1, 1, -1, 1)
+    chunks, gather = split(4 * PART, PART), Gather()
+    keys = torch.arange(4.0 * PART).reshape(1, 1, -1, 1)
     gathered = GatheredSpans(gather)
 
     def span(start: int, stop: int, first: int | None) -> KVSpan:
@@ -62,14 +62,14 @@ def test_at_most_two_gathered_spans_are_alive() -> None:
         seen: set[float] = set()
         most = 0
         own = span(chunk.start, chunk.stop, 2 * chunk.start)
-        following = chunks[chunk.index + 1] if chunk.index < 5 else None
+        following = chunks[chunk.index + 1] if chunk.index < 3 else None
         for gathered_span in gathered.of_chunk(chunk, own, earlier, following):
             most = max(most, gather.alive)
             seen |= set(gathered_span.k.flatten().tolist())
             del gathered_span
         assert seen == set(range(chunk.stop))
         assert most <= 2
-    assert len(gather.sent) == 1 + 2 + 3 + 4 + 5 + 6
+    assert len(gather.sent) == 1 + 2 + 3 + 4
     assert gather.alive == 0
 
 

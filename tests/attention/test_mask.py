@@ -46,7 +46,7 @@ def pairs(block: MaskBlock, tokens: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(mask=row_masks(), chunk_size=st.integers(1, 45), bottom_right=st.booleans(), in_one_span=st.booleans())
 def test_blocks_hold_each_visible_pair_once(
     mask: RowMask, chunk_size: int, bottom_right: bool, in_one_span: bool

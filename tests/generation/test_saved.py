@@ -12,7 +12,7 @@ from stepping import own_logits, step_through, tokens
 import trunkline
 from trunkline.api import tiers_of
 
-HOW = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+HOW = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("num_budgets", [9, pytest.param(33, marks=pytest.mark.soak)])
