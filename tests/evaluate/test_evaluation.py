@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -165,9 +163,3 @@ def test_without_matplotlib_all_but_plots_is_written(tmp_path, monkeypatch):
     written = write_evaluation(EVALUATION, tmp_path)
     assert not [name for name in written.files if name.endswith(".png")]
     assert "matplotlib is not installed" in written.notes[0]
-
-
-def test_matplotlib_rich_and_typer_are_imported_lazily():
-    code = "import sys, trunkline.evaluate; print([m for m in ('matplotlib', 'rich', 'typer') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -172,9 +172,10 @@ SCORED = [
 ]
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("place", ["device", "disk"])
+@pytest.mark.parametrize(
+    ("share", "batch_size", "place"),
+    [(True, 1, "device"), (True, 4, "disk"), (False, 4, "device"), (False, 1, "disk")],
+)
 def test_log_likelihoods(folder: Path, plain: Any, share: bool, batch_size: int, place: str, tmp_path: Path) -> None:
     settings = {"device_budget": 2_000_000, "offload_dir": tmp_path} if place == "disk" else {}
     lm = StreamedLM(
@@ -306,10 +307,10 @@ def test_invalid_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
         StreamedLM(model=model, tokenizer=tokenizer)
 
 
-def test_only_the_harness_package_imports_lm_eval() -> None:
+def test_optional_packages_are_imported_only_where_needed() -> None:
     code = (
         "import sys, trunkline.evaluate, trunkline.generation.prefixes\n"
-        "assert not [m for m in ('lm_eval', 'datasets') if m in sys.modules]\n"
+        "assert not [m for m in ('lm_eval', 'datasets', 'matplotlib', 'rich', 'typer') if m in sys.modules]\n"
         "sys.modules['lm_eval'] = None\n"
         "import trunkline.evaluate.harness"
     )
