@@ -1,4 +1,4 @@
-"""Text in, samples of exactly `context` tokens out: reading, tokenising, cutting, ordering."""
+"""Data: reading text, encoding it, cutting it into samples of exactly `context` tokens, and their order."""
 
 from trunkline.data.samples import CutReport, SampleOrder, Samples, cut_documents
 from trunkline.data.sources import Document, find_files, read_documents

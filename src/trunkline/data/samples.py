@@ -1,7 +1,7 @@
-"""Documents to samples: pieces of exactly `context` tokens, each from one document, in a seeded order.
+"""Samples: pieces of exactly `context` tokens, each from one document, in a seeded order.
 
-No sample holds tokens of two documents. What is left at the end of a document, and documents shorter than the context,
-are dropped, and the report says how much that was.
+No sample holds tokens of two documents. The rest at the end of a document, and documents shorter than the context, are
+dropped; the report counts them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trunkline.data.tokenizers import Encoder, Tokens
 
 @dataclass(frozen=True)
 class CutReport:
-    """What cutting used and dropped.
+    """Counts of the documents and tokens that cutting used and dropped.
 
     Attributes:
-        context: Tokens of a sample.
-        num_documents: Documents read.
-        num_short_documents: Documents shorter than the context, dropped whole.
-        num_tokens: Tokens of all documents.
-        num_samples: Samples made.
-        longest_document: Tokens of the longest document.
-        longest_name: Its name.
+        context: tokens of a sample.
+        num_documents: documents read.
+        num_short_documents: documents shorter than the context, dropped whole.
+        num_tokens: tokens of all documents.
+        num_samples: samples cut.
+        longest_document: tokens of the longest document.
+        longest_name: name of the longest document.
     """
 
     context: int
@@ -39,20 +39,19 @@ class CutReport:
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens that are in some sample."""
+        """Tokens in samples."""
         return self.num_samples * self.context
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Tokens that are in none."""
+        """Tokens in no sample."""
         return self.num_tokens - self.num_used_tokens
 
     def __str__(self) -> str:
         long = self.num_documents - self.num_short_documents
         return (
             f"{self.num_samples:,} samples of {self.context:,} tokens from {long:,} of {self.num_documents:,} "
-            "documents: "
-            f"{self.num_used_tokens:,} of {self.num_tokens:,} tokens used "
+            f"documents: {self.num_used_tokens:,} of {self.num_tokens:,} tokens used "
             f"({self.num_used_tokens / self.num_tokens:.1%}). "
             f"Dropped {self.num_dropped_tokens:,} tokens ({self.num_dropped_tokens / self.num_tokens:.1%}): "
             f"{self.num_short_documents:,} documents shorter than the context, and the ends of longer ones."
@@ -64,8 +63,8 @@ class Samples:
     """Samples of exactly `report.context` tokens.
 
     Attributes:
-        pieces: One array of ids a sample, views into their documents.
-        report: What was used and dropped.
+        pieces: one array of ids a sample, a view into its document.
+        report: counts of used and dropped tokens.
     """
 
     pieces: list[Tokens]
@@ -82,19 +81,19 @@ def cut_documents(
     context: int,
     on_document: Callable[[int, int], None] | None = None,
 ) -> Samples:
-    """Tokenise documents and cut each into samples.
+    """Encode documents and cut each into samples.
 
     Args:
-        documents: Documents, in order.
-        encoder: The tokenizer.
-        context: Tokens of a sample (global length).
-        on_document: Told the number of documents and tokens so far, after each document.
+        documents: documents, in order.
+        encoder: encoder of the tokenizer.
+        context: tokens of a sample (global length).
+        on_document: called after each document with the number of documents and tokens so far.
 
     Returns:
         The samples, in document order.
 
     Raises:
-        ValueError: There are no documents, or none is as long as the context.
+        ValueError: there are no documents, or all are shorter than the context.
     """
     pieces: list[Tokens] = []
     num_documents = num_short = num_tokens = longest = 0
@@ -109,14 +108,14 @@ def cut_documents(
         if count == 0:
             num_short += 1
         else:
-            # Copied, so that the remainder of a long document does not stay in memory with its samples.
+            # Copied: a view would keep the rest of the document in memory.
             kept = ids[: count * context].copy()
             pieces.extend(kept[i * context : (i + 1) * context] for i in range(count))
         if on_document is not None:
             on_document(num_documents, num_tokens)
     report = CutReport(context, num_documents, num_short, num_tokens, len(pieces), longest, longest_name)
     if num_documents == 0:
-        raise ValueError("data.files: the corpus is empty: no file holds any text. Name files with text in data.files.")
+        raise ValueError("data.files: the corpus is empty: no file holds text. Name files with text in data.files.")
     if not pieces:
         raise ValueError(
             f"context: {context:,} tokens is longer than every document of data.files ({num_documents:,} documents; "
@@ -128,25 +127,25 @@ def cut_documents(
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which sample comes at which place: a seeded shuffle, another one in each epoch.
+    """Seeded order of samples, shuffled anew in each epoch.
 
-    The order is a function of seed, number of samples and place alone, so batch size, accumulation and restarts do not
-    change it.
+    The order depends on the seed and the number of samples alone: batch size, accumulation and restarts do not change
+    it.
 
     Attributes:
-        num_samples: Samples in one epoch.
-        seed: The recipe's seed.
+        num_samples: samples in one epoch.
+        seed: seed of the recipe.
     """
 
     num_samples: int
     seed: int
 
     def epoch(self, epoch: int) -> list[int]:
-        """Return the order of one epoch (counted from 0): a permutation of all samples."""
+        """Return the samples of one epoch (counted from 0) in order: a permutation of all samples."""
         return [int(i) for i in np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)]
 
     def take(self, start: int, count: int) -> list[int]:
-        """Return the samples at places `start` … `start + count - 1`, over as many epochs as that takes."""
+        """Return the samples at places `start` … `start + count - 1`, counted through all epochs."""
         chosen: list[int] = []
         while len(chosen) < count:
             epoch, place = divmod(start + len(chosen), self.num_samples)

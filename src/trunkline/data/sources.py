@@ -1,7 +1,7 @@
-"""Where documents come from: files, globs, folders, `.jsonl`, and the Python standard library's own source.
+"""Documents from files, folders, glob patterns, `.jsonl` files, and the source of the Python standard library.
 
-A document is one text file, or one line of a `.jsonl` file. The order is a function of the settings and of the file
-names alone, so two machines with the same files train on the same sequence of samples.
+A document is one text file, or one line of a `.jsonl` file. The order depends on the settings and the file names alone,
+so two machines with the same files train on the same sequence of samples.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _STDLIB_SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "t
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with the name that messages use for it."""
+    """Text of one document, and its name for messages."""
 
     name: str
     text: str
 
 
 def find_files(specs: Sequence[str], *, base: Path | None = None, setting: str = DATA) -> list[Path]:
-    """Resolve `data.files` to files, in an order that depends on nothing but the settings and the names.
+    """Resolve `data.files` to files.
 
     Args:
-        specs: Each a file (read whatever its suffix), a folder (searched recursively for text suffixes; hidden names
-            are skipped), a glob pattern (`**` is recursive), or the word `stdlib`.
-        base: Folder that relative entries start from; the current one by default.
-        setting: What messages call the entries.
+        specs: entries: a file (read whatever its suffix), a folder (searched recursively for text suffixes, without
+            hidden names), a glob pattern (`**` is recursive), or the word `stdlib`.
+        base: folder that relative entries start from; the current one by default.
+        setting: name of the setting, for messages.
 
     Returns:
-        Existing files without repeats; entries in the order given, files of one entry sorted by path.
+        Existing files without repeats: in the order of the entries, and those of one entry sorted by path.
 
     Raises:
-        ValueError: An entry does not exist, matches nothing, or is a folder without text files.
+        ValueError: an entry does not exist, matches nothing, or is a folder without text files.
     """
     if not specs:
         raise ValueError(f"{setting} is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
@@ -58,19 +58,18 @@ def find_files(specs: Sequence[str], *, base: Path | None = None, setting: str =
 
 
 def read_documents(files: Sequence[Path], *, text_field: str = "text", setting: str = DATA) -> Iterator[Document]:
-    """Read documents one after another; only one is in memory at a time.
+    """Read documents, one in memory at a time.
 
     Args:
-        files: Files to read, in order. One ending in `.jsonl` holds one JSON object a line.
-        text_field: Name of the text in those objects.
-        setting: What messages call the files.
+        files: files to read, in order; a `.jsonl` file holds one JSON object a line.
+        text_field: field of these objects that holds the text.
+        setting: name of the setting, for messages.
 
     Yields:
-        Documents that have at least one character.
+        Documents that are not empty.
 
     Raises:
-        ValueError: A file is not UTF-8 or cannot be read, or a line of a `.jsonl` is not an object with that text
-            field.
+        ValueError: a file cannot be read or is not UTF-8, or a line of a `.jsonl` file has no such text field.
     """
     for path in files:
         if path.suffix == ".jsonl":
@@ -90,8 +89,8 @@ def _resolve(spec: str, base: Path, setting: str) -> list[Path]:
         if not files:
             raise ValueError(
                 f"{setting}: the folder '{path}' has no text files (known suffixes: .txt, .md, .jsonl, .py and the "
-                "like; hidden names are skipped). Name the files or a glob pattern such as "
-                f"'{path}/*' to read them whatever their suffix."
+                "like; hidden names are skipped). Name the files, or a pattern such as "
+                f"'{path}/*', to read them whatever their suffix."
             )
         return files
     if path.is_file():
@@ -119,7 +118,7 @@ def _walk(folder: Path) -> list[Path]:
 
 
 def _stdlib_files(setting: str) -> list[Path]:
-    """Source of the running Python's standard library, its tests left out: distributions often ship without them."""
+    """Return the standard library's source files, without its tests, which many distributions leave out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(
         path for path in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(path.relative_to(root).parts[:-1])

@@ -1,7 +1,6 @@
-"""Text to token ids: a byte tokenizer that needs no files, and any Hugging Face tokenizer from a local folder.
+"""Encoders from text to token ids: of a byte tokenizer, which needs no files, or of a Hugging Face tokenizer.
 
-Both give an `Encoder`. Nothing here truncates: a tokenizer's own length limit is ignored on purpose, because the
-context is the recipe's to set.
+Nothing is truncated: a tokenizer's own length limit is ignored on purpose, because the recipe sets the context.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ BYTES = "bytes"
 BYTE_EOS = "<|eos|>"
 BYTE_PAD = "<|pad|>"
 
-# Tokenizers take time and memory that grow faster than the text; pieces of this many characters keep both flat.
+# Time and memory of tokenizers grow faster than the text; pieces of this many characters bound both.
 PIECE_CHARS = 1_000_000
 
 
 def make_byte_tokenizer() -> Any:
-    """Build the byte tokenizer as a real Hugging Face tokenizer.
+    """Build the byte tokenizer as a Hugging Face tokenizer.
 
     Ids 0…255 are the byte values of the UTF-8 text; 256 is `<|eos|>`, 257 is `<|pad|>`.
 
@@ -38,8 +37,7 @@ def make_byte_tokenizer() -> Any:
 
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    # The regular expression only bounds the length of what one call of the model sees; without merges ids are
-    # unchanged.
+    # The regular expression bounds the length of one call of the BPE model. Without merges it does not change the ids.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(BYTE_EOS, special=True), AddedToken(BYTE_PAD, special=True)])
@@ -66,15 +64,15 @@ def _byte_symbols() -> list[str]:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns one document into token ids.
+    """Encoder from one document to token ids.
 
     Attributes:
-        tokenizer: The Hugging Face tokenizer that is saved with the model.
-        is_bytes: Whether ids are byte values, so that encoding is a view of memory.
-        prefix: Ids set before each document: the tokenizer's beginning-of-sequence token, where it adds one by itself.
-        suffix: Ids set after each document: its end-of-sequence token, where it has one.
-        vocab_size: One more than the largest id.
-        piece_chars: Most characters that go to the tokenizer at once.
+        tokenizer: Hugging Face tokenizer, saved with the model.
+        is_bytes: whether ids are byte values, so that encoding is a view of memory.
+        prefix: ids before each document: the beginning-of-sequence token, if the tokenizer adds one by itself.
+        suffix: ids after each document: the end-of-sequence token, if there is one.
+        vocab_size: largest id plus 1.
+        piece_chars: most characters in one call of the tokenizer.
     """
 
     tokenizer: Any
@@ -93,10 +91,10 @@ class Encoder:
         """Encode one whole document.
 
         Args:
-            text: The document.
+            text: text of the document.
 
         Returns:
-            All its ids, one dimension, in `dtype`: prefix, text, suffix.
+            Ids (S,) in `dtype`: prefix, text, suffix.
         """
         if self.is_bytes:
             body = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
@@ -114,28 +112,28 @@ class Encoder:
         return ids
 
 
-# Between a letter or digit and the newline after it. There every byte-level tokenizer known here (GPT-2's, Llama 3's,
-# Qwen's) splits before it looks for tokens; after a newline, or after punctuation, they differ.
+# A cut between a letter or digit and the newline after it. Byte-level tokenizers (GPT-2's, Llama 3's, Qwen's) split
+# there before they look for tokens; after a newline, or after punctuation, they differ.
 _CLEAN_CUT = re.compile(r"(?<=[^\W_])(?=\n)")
 
 
 def split_text(text: str, piece_chars: int) -> Iterator[str]:
-    """Cut text into pieces a tokenizer can take, where tokens do not span the cut.
+    """Cut text into pieces for a tokenizer, where no token spans the cut.
 
-    A cut lies between a letter or digit and a newline, else after any newline, else after a space, and only in a text
-    without any of these at `piece_chars` exactly, so that one endless line cannot hang the tokenizer either.
+    A cut is between a letter or digit and a newline; else after a newline; else after a space; else after `piece_chars`
+    characters, so that one endless line does not stall the tokenizer.
 
     Args:
-        text: Any text.
-        piece_chars: Most characters of a piece.
+        text: text to cut.
+        piece_chars: most characters of a piece.
 
     Yields:
-        Pieces that joined give the text.
+        Pieces; joined, they are the text.
     """
     start = 0
     while len(text) - start > piece_chars:
         stop = start + piece_chars
-        # Only the last half is searched for a clean cut: it has one in any prose or code.
+        # The last half is enough to search: in prose or code it has a clean cut.
         tail = max(start + 1, stop - piece_chars // 2)
         clean = [match.end() for match in _CLEAN_CUT.finditer(text, tail, stop)]
         cut = clean[-1] if clean else (text.rfind("\n", start, stop) + 1 or text.rfind(" ", start, stop) + 1 or stop)
@@ -146,17 +144,14 @@ def split_text(text: str, piece_chars: int) -> Iterator[str]:
 
 
 def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
-    """Load the tokenizer that `data.tokenizer` names.
+    """Load the tokenizer of `data.tokenizer`.
 
     Args:
         spec: `bytes`, or a folder with a Hugging Face tokenizer.
-        base: Folder that a relative name starts from; the current one by default.
-
-    Returns:
-        The encoder.
+        base: folder that a relative path starts from; the current one by default.
 
     Raises:
-        ValueError: The folder does not exist or holds no tokenizer.
+        ValueError: the folder does not exist, or holds no tokenizer.
     """
     if spec == BYTES:
         tokenizer = make_byte_tokenizer()
@@ -180,7 +175,7 @@ def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
 
 
 def encoder_of(tokenizer: Any) -> Encoder:
-    """Wrap a Hugging Face tokenizer that is loaded already."""
+    """Return the encoder of a loaded Hugging Face tokenizer."""
     eos = tokenizer.eos_token_id
     suffix = (eos,) if eos is not None else ()
     return Encoder(
@@ -189,10 +184,10 @@ def encoder_of(tokenizer: Any) -> Encoder:
 
 
 def bos_of(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids that a tokenizer begins texts with by itself: its beginning-of-sequence token, or none."""
-    added_alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    """Return the ids that a tokenizer adds before a text by itself: the beginning-of-sequence token, or none."""
+    added = tokenizer("", add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
-    return (bos,) if bos is not None and added_alone[:1] == [bos] else ()
+    return (bos,) if bos is not None and added[:1] == [bos] else ()
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,8 +5,8 @@ The GPT presets are the GPT-2 architecture (learned positions, multi-head attent
 named as there, without the two embedding tables; the position table grows with the context (E times context
 parameters).
 
-A preset leaves out what follows from the recipe: the vocabulary (the tokenizer's) and the number of positions (the
-context).
+The vocabulary (the tokenizer's) and the number of positions (the context) are not in a preset: they follow from the
+recipe.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """One architecture.
+    """Architecture of a model.
 
     Attributes:
-        model_type: Name of the Hugging Face config class.
-        fields: What differs from that class's defaults.
-        summary: One line for people.
+        model_type: `model_type` of the Hugging Face config class.
+        fields: fields that differ from the defaults of this class.
+        summary: description in one line.
     """
 
     model_type: str
@@ -32,7 +32,7 @@ class Preset:
 
     @property
     def has_position_table(self) -> bool:
-        """Whether positions are learned, so that the context is the number of positions."""
+        """Whether positions are learned: then the number of positions is the context."""
         return self.model_type == "gpt2"
 
 
@@ -41,11 +41,11 @@ def _gpt(num_layers: int, hidden_size: int, num_heads: int, summary: str) -> Pre
         "n_layer": num_layers,
         "n_embd": hidden_size,
         "n_head": num_heads,
-        # Dropout on attention cannot be streamed; one epoch of pre-training wants none anywhere.
+        # Attention dropout cannot be streamed, and pre-training for one epoch needs no dropout.
         "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
-        # Deep and wide GPTs start with a smaller deviation: sqrt(1 / (3 E)).
+        # sqrt(1 / (3 E)): the standard deviation of initial weights falls with the width.
         "initializer_range": round((1 / (3 * hidden_size)) ** 0.5, 4),
     }
     return Preset("gpt2", MappingProxyType(fields), summary)
@@ -87,7 +87,7 @@ PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
         "gpt-2.7b": _gpt(32, 2560, 32, "GPT of the FPDT paper, 2.7B"),
         "gpt-7b": _gpt(32, 4096, 32, "GPT of the FPDT paper, 6.7B"),
         "gpt-13b": _gpt(40, 5120, 40, "GPT of the FPDT paper, 13B"),
-        # 64 heads, so that up to 64 devices can share a sequence by heads.
+        # 64 heads: up to 64 devices can share a sequence by heads.
         "gpt-30b": _gpt(40, 7680, 64, "GPT of the FPDT paper, 30B, 40 layers"),
         "llama-3.2-1b": _llama("llama", (16, 2048, 8192, 32, 8), "Llama 3.2 1B", head_dim=64, **_LLAMA_32),
         "llama-3.2-3b": _llama("llama", (28, 3072, 8192, 24, 8), "Llama 3.2 3B", head_dim=128, **_LLAMA_32),
