@@ -1,9 +1,13 @@
-"""A run's folder with all that a report can show."""
+"""A run's folder with every file that a report can show."""
 
 import json
 
 import pytest
 from records import GIB, make_step, make_timeline
+
+from trunkline.report.charts import charts_of
+from trunkline.report.page import make_page
+from trunkline.report.run_folder import read_run
 
 PLAN = {
     "hardware": "4 x H100",
@@ -37,10 +41,8 @@ def timeline():
     return make_timeline()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A run's folder with everything."""
-    path = tmp_path / "a run"
+def fill(path):
+    """Write every file of a run into a new folder."""
     path.mkdir()
     before = make_timeline(
         title="Tiny, unchunked", seconds=12.0, memory={"device": [(0.0, 20 * GIB), (4.0, 500 * GIB), (5.0, 9 * GIB)]}
@@ -54,6 +56,25 @@ def folder(tmp_path):
     (path / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in EVALUATIONS))
     (path / "recipe.yaml").write_text("context: 1000\n")
     return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's folder with everything."""
+    return fill(tmp_path / "a run")
+
+
+@pytest.fixture(scope="session")
+def full(tmp_path_factory):
+    """A run with everything, and its charts, which take a second to draw."""
+    run = read_run(fill(tmp_path_factory.mktemp("runs") / "a run"))
+    return run, charts_of(run)
+
+
+@pytest.fixture(scope="session")
+def page(full):
+    """The page of the run with everything."""
+    return make_page(*full)
 
 
 @pytest.fixture

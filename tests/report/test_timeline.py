@@ -6,7 +6,7 @@ import random
 import pytest
 from records import GIB, make_timeline
 
-from trunkline.report.thin import columns
+from trunkline.report.columns import memory_columns
 from trunkline.report.timeline import Timeline, clipped, thinned, within
 
 
@@ -94,8 +94,8 @@ def test_thinned_memory_keeps_every_spike():
     assert kept[-1] == steps[-1]
     assert [second for second, _ in kept] == sorted(second for second, _ in kept)
     # Of each of the hundred columns the lowest and the highest are what they were.
-    low, high = columns(steps, 9.0, 100)
-    got_low, got_high = columns(kept, 9.0, 100)
+    low, high = memory_columns(steps, 9.0, 100)
+    got_low, got_high = memory_columns(kept, 9.0, 100)
     assert (low[1:], high[1:]) == (got_low[1:], got_high[1:])
     assert thinned(steps[:300], 9.0, most=300) == steps[:300]
 

@@ -30,5 +30,3 @@ def report(
     width = max(map(len, written.files))
     for name in written.files:
         print(f"  {name:{width}}  {_CONTENTS.get(name, 'a chart as a picture')}")
-    for note in written.notes:
-        print(note)

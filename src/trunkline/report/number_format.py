@@ -1,21 +1,17 @@
-"""Numbers as people read them, and text as HTML takes it."""
+"""Numbers as text for people."""
 
 from __future__ import annotations
 
-from html import escape
-
 from trunkline.units import format_bytes
-
-__all__ = ["bytes_text", "count_text", "escape", "percent_text", "seconds_text", "short_number"]
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return bytes in 1024-based units."""
+    """Return bytes in 1024-based units: 60.0 GiB."""
     return format_bytes(round(nbytes))
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three figures, or in minutes and seconds."""
+    """Return a duration with three digits, from ns to hours: 1.25 ms, 12 min 05 s."""
     if seconds >= 6000:
         minutes = round(seconds / 60)
         return f"{minutes // 60} h {minutes % 60:02} min"
@@ -28,13 +24,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """Return a number with about three figures, thousands apart."""
+    """Return a number with about three digits: 1.25, 12.5, 1,250."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
 def count_text(value: float) -> str:
-    """Return a large number with a prefix: 12.3 k, 45.6 M, 789 T."""
+    """Return a large number with an SI prefix: 12.3 k, 45.6 M, 789 T."""
     for prefix, unit in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if value >= unit:
             return f"{short_number(value / (1e3 if prefix == 'k' else unit))} {prefix}"
@@ -42,5 +38,5 @@ def count_text(value: float) -> str:
 
 
 def percent_text(share: float) -> str:
-    """Return a share as percent, with a decimal."""
+    """Return a share of 1 as percent: 40.0 %."""
     return f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""Writing: all or nothing, never over what is no report; without matplotlib the rest; the command."""
+"""Writing of a report: all or nothing, never over other files; a missing package is named; the command."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from trunkline.cli.app import run as command
-from trunkline.report import png, write, write_report
+from trunkline.report import report_folder, write_report
 
-ALL = ["holders.png", "index.html", "lanes.png", "memory.png", "steps.png", "trace.json"]
+ALL = ["holders.png", "index.html", "lanes.png", "memory-own-scale.png", "memory.png", "steps.png", "trace.json"]
 
 
 def contents(folder):
@@ -19,7 +19,6 @@ def test_files(folder):
     written = write_report(folder)
     assert written.folder == folder / "report"
     assert written.files == ALL
-    assert written.notes == []
     first = contents(folder / "report")
     assert all(first[name].startswith(b"\x89PNG") for name in ALL if name.endswith(".png"))
     write_report(folder)
@@ -43,7 +42,7 @@ def test_nothing_is_half_written(folder, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(write, "make_trace", fail)
+    monkeypatch.setattr(report_folder, "make_trace", fail)
     with pytest.raises(OSError, match="disk full"):
         write_report(folder)
     assert contents(folder / "report") == earlier
@@ -69,24 +68,24 @@ def test_only_reports_are_replaced(folder, tmp_path):
         write_report(folder, mine / "notes.txt")
 
 
-def test_without_matplotlib_the_rest_is_written(folder, monkeypatch):
-    write_report(folder)
-    monkeypatch.setattr(png, "find_spec", lambda _: None)
-    written = write_report(folder)
-    assert written.files == ["index.html", "trace.json"]
-    assert written.notes == ["No PNGs: matplotlib is not installed (pip install 'trunkline[report]')."]
+@pytest.mark.parametrize(("module", "name"), [("matplotlib", "matplotlib"), ("jinja2", "Jinja2")])
+def test_a_missing_package_is_named(folder, monkeypatch, module, name):
+    monkeypatch.setattr(report_folder, "find_spec", lambda asked: None if asked == module else asked)
+    with pytest.raises(ValueError, match=rf"a report needs {name}: pip install 'trunkline\[report\]'"):
+        write_report(folder)
+    assert not (folder / "report").exists()
 
 
-def test_the_page_needs_neither_torch_nor_matplotlib(folder):
+def test_only_a_report_loads_matplotlib_and_none_loads_torch(folder):
     code = (
-        "import sys; from pathlib import Path; from trunkline.report.folder import read_run;"
-        "from trunkline.report import Timeline; from trunkline.report.page import make_page;"
-        "make_page(read_run(Path(sys.argv[1]))); print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+        "import sys; from pathlib import Path; from trunkline.report import Timeline, write_report;"
+        "found = lambda: [m for m in ('torch', 'matplotlib', 'jinja2') if m in sys.modules];"
+        "before = found(); write_report(Path(sys.argv[1])); print(before, found())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "[] ['matplotlib', 'jinja2']"
 
 
 def test_command(folder, tmp_path, capsys, monkeypatch):

@@ -1,69 +1,71 @@
-"""Writes a report: all of it or nothing, and never over something that is no report."""
+"""Writing of a report: a whole folder or nothing, and never over something that is no report."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from trunkline.report.folder import read_run
-from trunkline.report.page import MARK, make_page
-from trunkline.report.png import NAMES, can_draw, write_pngs
+from trunkline.report.run_folder import read_run
 from trunkline.report.trace import make_trace
 from trunkline.utils.atomic_dir import replace_dir
 
 PAGE, TRACE, FOLDER = "index.html", "trace.json", "report"
+PICTURES = ("steps.png", "memory.png", "memory-own-scale.png", "holders.png", "lanes.png")
+MARK = '<meta name="generator" content="trunkline report">'
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a report consists of.
+class WrittenReport:
+    """A report on disk.
 
     Attributes:
-        folder: of the report.
-        files: names in it.
-        notes: what was left out, and how it would not be.
+        folder: Its folder.
+        files: Names of the files in it.
     """
 
     folder: Path
     files: list[str]
-    notes: list[str]
 
 
-def write_report(run: Path, output: Path | None = None) -> Written:
+def write_report(run: Path, output: Path | None = None) -> WrittenReport:
     """Write the report of a run.
 
     Args:
-        run: folder with some of metrics.jsonl, recipe.yaml, timeline.json, plan.json and before.json.
-        output: folder to write; None for `report` in the run's. An earlier report there is replaced.
-
-    Returns:
-        What was written.
+        run: Folder with some of metrics.jsonl, recipe.yaml, timeline.json, plan.json and before.json.
+        output: Folder to write; None means `report` in the run's folder. An earlier report there is replaced.
 
     Raises:
-        ValueError: the run holds nothing to report, a file in it is broken, or the output may not be replaced.
+        ValueError: The run holds nothing to report, a file in it is broken, the output may not be replaced, or
+            matplotlib or Jinja2 is not installed.
     """
+    missing = [name for name, module in (("matplotlib", "matplotlib"), ("Jinja2", "jinja2")) if not find_spec(module)]
+    if missing:
+        raise ValueError(f"a report needs {' and '.join(missing)}: pip install 'trunkline[report]'.")
+    # The record of a step is in this package, too, and needs neither of the two.
+    from trunkline.report.charts import charts_of
+    from trunkline.report.page import make_page
+
     found = read_run(run)
     folder = (output if output is not None else run / FOLDER).expanduser().resolve()
     _check(folder)
-    notes = []
+    charts = charts_of(found)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        (partial / PAGE).write_text(make_page(found), encoding="utf-8")
+        (partial / PAGE).write_text(make_page(found, charts), encoding="utf-8")
         if found.timeline is not None:
             (partial / TRACE).write_text(make_trace(found.timeline, found.before), encoding="utf-8")
-        if can_draw():
-            write_pngs(found, partial)
-        else:
-            notes.append("No PNGs: matplotlib is not installed (pip install 'trunkline[report]').")
+        for chart in charts.values():
+            chart.save_png(partial)
         files = sorted(path.name for path in partial.iterdir())
         replace_dir(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Written(folder, files, notes)
+    return WrittenReport(folder, files)
 
 
 def _check(folder: Path) -> None:
@@ -73,7 +75,7 @@ def _check(folder: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"output: '{folder}' is a file. Set --output to the name of a folder.")
     names = {path.name for path in folder.iterdir()}
-    others = sorted(names - {PAGE, TRACE, *NAMES})
+    others = sorted(names - {PAGE, TRACE, *PICTURES})
     page = folder / PAGE
     is_report = page.is_file() and MARK in page.read_text(encoding="utf-8", errors="replace")[:1000]
     if others or (names and not is_report):
