@@ -10,9 +10,10 @@ import torch
 import yaml
 
 from trunkline.cli import app as cli
-from trunkline.report.folder import Plan as Reported
+from trunkline.report.run_folder import PlannedStep
 from trunkline.report.timeline import Timeline
 from trunkline.train.settings import load_recipe
+from trunkline.utils.json_records import read_json
 
 RECIPE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 LAYERS = 4
@@ -67,7 +68,7 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
     assert record["gpu_hours"] == pytest.approx(1e9 / record["tokens_per_second"] * 2 / 3600)
     assert record["peaks"] == {tier: sum(parts.values()) for tier, parts in record["holders"].items()}
     assert 0 < record["mfu"] < record["mfu_recompute_counted"] < 1
-    read = Reported.from_json(out)
+    read = read_json(PlannedStep, out)
     assert (read.seconds, read.tokens_per_second) == (record["seconds"], record["tokens_per_second"])
     assert (read.peaks, read.moved) == (record["peaks"], record["moved"])
     assert read.moved["comm"] > 0
@@ -116,7 +117,7 @@ def test_a_step_that_a_report_draws(capsys: pytest.CaptureFixture[str], recipe: 
     given = [recipe, "--hardware", "a100-80g", "--chunk_size", 1024, "--step", folder]
     assert plan(capsys, *given)[0] == 0
     step, before = (Timeline.from_json((folder / f"{name}.json").read_text()) for name in ("timeline", "before"))
-    assert Reported.from_json((folder / "plan.json").read_text()).seconds == pytest.approx(step.seconds)
+    assert read_json(PlannedStep, (folder / "plan.json").read_text()).seconds == pytest.approx(step.seconds)
     assert before.peak("device") > step.peak("device")  # type: ignore[operator]
     code, _, err = plan(capsys, *given)
     assert code == 2

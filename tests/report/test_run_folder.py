@@ -123,7 +123,7 @@ def test_the_measured_step_stands_beside_the_plan(full):
 
 
 def test_without_a_measured_step_the_median_of_the_run_counts(folder, make):
-    (folder / "timeline.json").write_text(make["timeline"](source="rehearsed").to_json())
+    (folder / "timeline.json").write_text(make["timeline"](source="estimated").to_json())
     run = read_run(folder)
     step = measured_step(run)
     assert step is not None

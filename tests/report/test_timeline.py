@@ -40,46 +40,49 @@ def test_work_that_overlaps_counts_once():
     ("changes", "message"),
     [
         ({"seconds": 0.0}, "seconds is 0.0"),
-        ({"source": "guessed"}, "source is 'guessed', and must be one of measured, estimated"),
+        ({"source": "guessed"}, "source is 'guessed': .*'measured' or 'estimated'"),
         ({"tokens": 0}, "tokens is 0"),
         ({"peak_flops": -1.0}, "peak_flops is -1.0"),
-        ({"memory": {"moon": []}}, "memory names 'moon', and there are only device, host, disk"),
-        ({"exposed": {"slow": 1.0}}, "exposed names 'slow'"),
+        ({"memory": {"moon": []}}, r"memory.moon is 'moon': .*device\|host\|disk"),
+        ({"exposed": {"slow": 1.0}}, "exposed.slow is 'slow'"),
         ({"lanes": {"fetch": [(0.0, 1.0, "a"), (3.0, 2.0, "b")]}}, r"lanes.fetch\[1\] goes from second 3.0 to 2.0"),
         ({"lanes": {"fetch": [(9.0, 10.1, "a")]}}, r"lie within the step, 0 to 10.0"),
         ({"memory": {"device": [(0.0, 1), (2.0, 1), (1.0, 1)]}}, r"memory.device\[2\] is at second 1.0"),
     ],
 )
-def test_what_no_step_can_be(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_impossible_values_are_refused(timeline, changes, message):
+    with pytest.raises(ValueError, match=r"Timeline"):
         make_timeline(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"title": None}, "title is None, and must be text"),
-        ({"tokens": 1.5}, "tokens is 1.5, and must be a whole number"),
-        ({"phases": [{"name": "forward", "begin": 0}]}, r"phases\[0\].end is missing"),
-        ({"phases": [{"name": "sleep", "begin": 0, "end": 1}]}, r"phases\[0\] names 'sleep'"),
-        ({"memory": {"device": [[0]]}}, r"memory.device\[0\] is \[0\], and must be a list of 2"),
-        ({"memory": {"device": [[0, -5]]}}, r"memory.device\[0\] is -5, and must not be negative"),
-        ({"lanes": {"fetch": [[0, 1, 2]]}}, r"lanes.fetch\[0\] is 2, and must be text"),
-        ({"holders": {"device": {"x": "much"}}}, "holders.device.x is 'much'"),
-        ({"moved": [1]}, r"moved is \[1\], and must be an object"),
-        ({"seconds": True}, "seconds is True, and must be a finite number"),
-    ],
-)
-def test_files_that_are_no_timeline(timeline, changes, message):
     text = json.dumps({**json.loads(timeline.to_json()), **changes})
     with pytest.raises(ValueError, match=message):
         Timeline.from_json(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "no JSON"), ("[]", "must be an object"), ("{}", "title is missing")]
+    ("changes", "message"),
+    [
+        ({"title": None}, "title is None: .*string"),
+        ({"tokens": 1.5}, "tokens is 1.5: .*integer"),
+        ({"phases": [{"name": "forward", "begin": 0}]}, r"phases\[0\].end is missing"),
+        ({"phases": [{"name": "sleep", "begin": 0, "end": 1}]}, r"phases\[0\].name is 'sleep': .*'forward'"),
+        ({"memory": {"device": [[0]]}}, r"memory.device\[0\]\[1\] is missing"),
+        ({"memory": {"device": [[0, -5]]}}, r"memory.device\[0\]\[1\] is -5: .*greater than or equal to 0"),
+        ({"lanes": {"fetch": [[0, 1, 2]]}}, r"lanes.fetch\[0\]\[2\] is 2: .*string"),
+        ({"holders": {"device": {"x": "much"}}}, "holders.device.x is 'much'"),
+        ({"moved": [1]}, r"moved is \[1\]: .*object"),
+        ({"seconds": True}, "seconds is True: .*number"),
+    ],
 )
-def test_no_object_at_all(text, message):
+def test_a_wrong_field_of_a_file_is_named(timeline, changes, message):
+    text = json.dumps({**json.loads(timeline.to_json()), **changes})
+    with pytest.raises(ValueError, match=message):
+        Timeline.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "no JSON"), ("[]", r"the file is \[\]: .*object"), ("{}", "title is missing")]
+)
+def test_a_file_without_a_timeline_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Timeline.from_json(text)
 

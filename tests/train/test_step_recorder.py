@@ -147,7 +147,7 @@ def test_the_folder_makes_a_report(run):
     assert "Memory through one step" in page
     assert "Measured." in page
     assert "What holds the peak" in page
-    assert "backward 3" in page
+    assert "backward 3" in (written.folder / "trace.json").read_text()
 
 
 def trainer_for(recipe, step):

@@ -85,7 +85,11 @@ def charts_of(run: ReportedRun) -> dict[str, ReportChart]:
 
     def add(name: str, alt: str, draw: Callable[[int], Figure]) -> None:
         with _style():
-            charts[name] = ReportChart(name, alt, draw(_WIDE), draw(_NARROW))
+            figures = draw(_WIDE), draw(_NARROW)
+            for figure in figures:  # lay out once, not with each file
+                figure.draw_without_rendering()
+                figure.set_layout_engine("none")
+        charts[name] = ReportChart(name, alt, *figures)
 
     if curves := step_curves(run):
         ends = [f"{c.title}: {short_number(c.values[0])} to {short_number(c.values[-1])}" for c in curves]

@@ -46,5 +46,5 @@ def make_page(run: ReportedRun, charts: Mapping[str, ReportChart]) -> str:
 def _kind(run: ReportedRun) -> str:
     if run.timeline is None:
         return "A training run" if run.steps else "A plan"
-    step = "measured" if run.timeline.source == "measured" else "rehearsed on simulated hardware"
+    step = "measured" if run.timeline.source == "measured" else "estimated on simulated hardware"
     return f"A training run, and one step {step}" if run.steps else f"One step, {step}"

@@ -61,13 +61,13 @@ def _from_timeline(step: Timeline) -> MeasuredStep:
     )
 
 
-def _from_steps(steps: Sequence[LoggedStep], rehearsed: Timeline | None) -> MeasuredStep:
+def _from_steps(steps: Sequence[LoggedStep], estimated: Timeline | None) -> MeasuredStep:
     # The first step compiles, allocates and warms up.
     settled = steps[1:] or steps
     rates = [step.model_flops / step.total_seconds for step in settled if step.model_flops is not None]
     rate = median(rates) if len(rates) == len(settled) else None
     # Only a timeline knows the devices and how fast one can be.
-    peak_flops = rehearsed.peak_flops * rehearsed.devices if rehearsed and rehearsed.peak_flops else None
+    peak_flops = estimated.peak_flops * estimated.devices if estimated and estimated.peak_flops else None
     lanes = [lane for lane in LANE_NAMES if all(lane in step.lanes for step in settled)]
     # The engine does not count parameters, so the device's figure is that of PyTorch's allocator.
     peaks = {"device": max(step.peak_memory_bytes for step in steps)}
@@ -76,7 +76,7 @@ def _from_steps(steps: Sequence[LoggedStep], rehearsed: Timeline | None) -> Meas
         seconds=median(step.total_seconds for step in settled),
         tokens=settled[-1].tokens,
         tokens_per_second=median(step.tokens_per_second for step in settled),
-        devices=rehearsed.devices if rehearsed else None,
+        devices=estimated.devices if estimated else None,
         flops_per_second=rate,
         mfu=rate / peak_flops if rate and peak_flops else None,
         peaks=peaks | {tier: max(step.tiers.get(tier, 0) for step in steps) for tier in TIERS[1:]},
@@ -103,7 +103,7 @@ class SummaryCard:
 
 
 def summary_cards(run: ReportedRun) -> list[SummaryCard]:
-    """Return the cards of a run: of its measured step, else its steps, else the rehearsed step, else the plan."""
+    """Return the cards of a run: of its measured step, else its steps, else the estimated step, else the plan."""
     step = measured_step(run) or (_from_timeline(run.timeline) if run.timeline else None)
     if step:
         cards = _step_cards(step, run)

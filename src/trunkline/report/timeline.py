@@ -48,7 +48,7 @@ class Timeline:
 
     Attributes:
         title: Title for people: model, tokens, chunk size, devices.
-        source: "measured", or "rehearsed" on simulated hardware.
+        source: "measured", or "estimated" on simulated hardware.
         seconds: Duration of the step.
         phases: Phases in order of their beginnings.
         memory: By tier (device, host, disk), a step function: (second, bytes held from then on). Parameters and
