@@ -67,8 +67,8 @@ def check_disk(folder: Path) -> list[Finding]:
     if not folder.is_dir():
         return [Finding("disk", "fail", f"{folder} is not a folder", "Give an existing folder to --disk.")]
     if not os.access(folder, os.W_OK | os.X_OK):
-        fix = "Give a folder of yours to --disk, or have its owner change its permissions."
-        return [Finding("disk", "fail", f"{folder} cannot be written to", fix)]
+        permit = "Give a folder of yours to --disk, or have its owner change its permissions."
+        return [Finding("disk", "fail", f"{folder} cannot be written to", permit)]
     free, kind = psutil.disk_usage(str(folder)).free, filesystem_of(folder)
     text, elsewhere = (
         f"{format_bytes(free)} free in {folder} ({kind})",
