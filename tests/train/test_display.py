@@ -1,4 +1,4 @@
-"""Clock, estimate, plain lines and panel."""
+"""Timer, step progress, plain lines and panel."""
 
 import io
 import time
@@ -12,15 +12,15 @@ from trunkline.train.display import (
     LiveDisplay,
     PlainDisplay,
     RunHeader,
+    StepProgress,
     clock_text,
     flops_text,
     make_display,
     sparkline,
     step_line,
     stores_text,
-    typical,
+    typical_seconds,
 )
-from trunkline.train.estimate import StepProgress
 from trunkline.train.part_timer import PARTS, PartTimer
 from trunkline.train.step_metrics import StepMetrics
 
@@ -47,7 +47,7 @@ def walk(num_layers: int = 3, num_chunks: int = 4, num_tiles: int = 2):
         yield from (Progress("backward", layer, num_layers, c, num_chunks) for c in reversed(range(num_chunks)))
 
 
-def test_clock_is_always_in_one_part():
+def test_timer_is_always_in_one_part():
     clock = PartTimer(torch.device("cpu"))
     begin = time.perf_counter()
     for part in ["data", "forward", "forward", "backward", "forward"]:
@@ -128,7 +128,7 @@ def panel_text(display: LiveDisplay, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_panel_says_where_it_is(width):
+def test_panel_shows_the_position_of_the_sweep(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     display = make_display(console)
     assert isinstance(display, LiveDisplay)
@@ -167,7 +167,7 @@ def test_time_left_counts_the_rest_of_this_step_and_the_steps_after():
     display.end()
 
 
-def test_numbers_as_people_read_them():
+def test_numbers_are_formatted_for_people():
     assert [clock_text(s) for s in (7.4, 750, 11_100)] == ["0:07", "12:30", "3:05:00"]
     assert [flops_text(f) for f in (None, 5e6, 2.5e9, 4e14, 2e15)] == [
         "",
@@ -179,10 +179,10 @@ def test_numbers_as_people_read_them():
     assert sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
     assert sparkline([1.0, 1.0], 10) == "▁▁"
     assert len(sparkline(list(range(99)), 10)) == 10
-    assert typical([100.0, 1.0, 2.0, 3.0, 2.0, 50.0]) == 2.0
+    assert typical_seconds([100.0, 1.0, 2.0, 3.0, 2.0, 50.0]) == 2.0
 
 
-def test_what_rests_where_is_shown_where_something_moves():
+def test_stores_are_shown_where_chunks_move():
     moving = metrics(1, lanes=LANES)
     assert stores_text(moving) == "device 1.0 GiB   disk 4.0 GiB   fetch 1.5 GB/s   stash 0.5 GB/s   2.5% exposed"
     assert step_line(moving, 5).endswith("10.0 s  2.5% exposed")

@@ -1,4 +1,4 @@
-"""Schedule, decay groups, masters, clipping, norm: each by its numbers."""
+"""Optimizer: schedule, decay groups, fp32 masters, clipping, gradient norm."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.recipe import OptimizerSection
 
 
-def test_schedule_by_its_numbers():
+def test_schedule_warms_up_and_decays_to_its_floor():
     settings = OptimizerSection(lr=2.0, warmup_steps=4, min_lr_ratio=0.1)
     rates = [learning_rate(step, steps=13, settings=settings) for step in range(13)]
     assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -71,7 +71,7 @@ def test_one_step_equals_adamw_on_clipped_gradients():
 
 
 @pytest.mark.parametrize(("fp32_master", "moved"), [(True, True), (False, False)])
-def test_masters_keep_what_bfloat16_would_lose(fp32_master, moved):
+def test_masters_keep_updates_that_bfloat16_would_round_away(fp32_master, moved):
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -93,7 +93,7 @@ def test_float32_models_have_no_masters():
     assert optimizer.optimised[0].data_ptr() == model[0].weight.data_ptr()
 
 
-def test_norm_is_float32_and_shows_what_is_not_finite():
+def test_norm_is_float32_and_not_finite_if_a_gradient_is_not():
     gradients = [torch.full((300, 300), 0.1, dtype=torch.bfloat16), torch.tensor([3.0])]
     value = float(torch.tensor(0.1, dtype=torch.bfloat16))
     # A float32 sum of n squares is off by at most sqrt(n) roundings here; a bfloat16 result would be off by 2e-3.
@@ -114,11 +114,11 @@ def test_a_model_with_nothing_to_train_is_refused():
 
 
 def test_micro_batches_are_summed_in_the_masters_type():
-    """4,096 gradients of 2^-12 are 1; summed in bfloat16 they would stop at 1/16."""
+    """512 gradients of 2^-9 add up to 1; summed in bfloat16 they would stop at 1/2."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     optimizer = Optimizer(model, OptimizerSection(fp32_master=True))
-    for _ in range(4096):
-        model.weight.grad = torch.full_like(model.weight, 2**-12)
+    for _ in range(512):
+        model.weight.grad = torch.full_like(model.weight, 2**-9)
         norm = optimizer.collect()
     assert float(norm) == 1.0
     assert model.weight.grad is None

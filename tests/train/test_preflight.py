@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from plan.profiles import constant
-from rich.console import Console
 
 from trunkline.data import load_encoder
 from trunkline.plan.estimate import Estimate
 from trunkline.train import preflight as module
 from trunkline.train.build_model import build_config, tokenizer_spec
-from trunkline.train.display import PlainDisplay
+from trunkline.train.display import Display
 from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
@@ -37,7 +36,7 @@ def recipe_of(folder: Path, **changed: Any) -> Recipe:
     return Recipe.model_validate(given | changed)
 
 
-def flown(recipe: Recipe) -> PreflightResult:
+def preflight_of(recipe: Recipe) -> PreflightResult:
     return preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), World(), CPU)
 
 
@@ -54,49 +53,49 @@ def test_a_run_that_does_not_fit_stops_and_writes_nothing(tmp_path: Path, monkey
     with_room(monkeypatch, device=8 * MIB)
     recipe = recipe_of(tmp_path)
     with pytest.raises(RecipeError, match=r"would hold [\d.]+ MiB in its device tier \(.*optimizer.*7\.7 MiB can be"):
-        train(recipe, PlainDisplay(Console(quiet=True)))
+        train(recipe, Display())
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("run.partial*"))
 
 
-def test_it_fits_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_is_exact_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With as much as it says that a step takes it goes on, with one byte less it stops."""
     recipe = recipe_of(tmp_path)
     with_room(monkeypatch)
-    rehearsal = flown(recipe).estimate
+    rehearsal = preflight_of(recipe).estimate
     assert rehearsal is not None
     wanted = sum(rehearsal.memory["device"].values())
     monkeypatch.setattr(module, "_USABLE", 1.0)
     with_room(monkeypatch, device=wanted)
-    flown(recipe)
+    preflight_of(recipe)
     with_room(monkeypatch, device=wanted - 1)
     with pytest.raises(RecipeError, match="does not fit"):
-        flown(recipe)
+        preflight_of(recipe)
 
 
-def test_the_disk_has_to_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, disk=1 * MIB)
     with pytest.raises(RecipeError, match=r"disk tier.*another disk"):
-        flown(recipe_of(tmp_path, device_budget="4MiB", offload_dir=str(tmp_path)))
+        preflight_of(recipe_of(tmp_path, device_budget="4MiB", offload_dir=str(tmp_path)))
 
 
-def test_budgets_that_are_too_small_are_told_as_ever(tmp_path: Path) -> None:
+def test_small_budgets_are_refused_by_the_placement(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="device_budget"):
-        flown(recipe_of(tmp_path, device_budget="10KiB"))
+        preflight_of(recipe_of(tmp_path, device_budget="10KiB"))
 
 
 def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, context=8_192, chunk_size="auto")
     with_room(monkeypatch)
-    assert flown(recipe).recipe.chunk_size == 4_096
+    assert preflight_of(recipe).recipe.chunk_size == 4_096
     needs = {}
     for chunk in (4_096, 2_048, 1_024):
-        rehearsal = flown(recipe.model_copy(update={"chunk_size": chunk})).estimate
+        rehearsal = preflight_of(recipe.model_copy(update={"chunk_size": chunk})).estimate
         assert rehearsal is not None
         needs[chunk] = sum(rehearsal.memory["device"].values())
     assert needs[4_096] > needs[2_048] > needs[1_024]
     with_room(monkeypatch, device=int(needs[1_024] / 0.96) + 1_000)
-    assert flown(recipe).recipe.chunk_size == 1_024
+    assert preflight_of(recipe).recipe.chunk_size == 1_024
 
 
 def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
@@ -106,7 +105,7 @@ def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
     recipe = recipe_of(tmp_path, context=16_384, chunk_size="auto")
     monkeypatch.setattr(module, "profile_of", lambda _: constant("cpu", host_seconds=0.01))
     with_room(monkeypatch)
-    found = flown(recipe)
+    found = preflight_of(recipe)
     assert found.recipe.chunk_size == 8_192
     assert found.estimate is not None
     assert found.estimate.step is not None
@@ -114,7 +113,7 @@ def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
     assert record["seconds"] == found.estimate.step.seconds
 
 
-def test_every_size_that_is_rehearsed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_estimated_chunk_size_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, context=2**20, chunk_size="auto")
     seen: list[str] = []
     monkeypatch.setattr(module, "_step", lambda *args: Estimate({}, {}, {"device": {"all": 2**41}, "host": {}}))
@@ -124,7 +123,7 @@ def test_every_size_that_is_rehearsed_is_told(tmp_path: Path, monkeypatch: pytes
     assert seen == [f"rehearsing a step in chunks of {size}" for size in ("4,096", "2,048")]  # 512 chunks at most
 
 
-def test_bytes_are_looked_at_before_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_estimated_before_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path, context=16_384, chunk_size="auto")
     machines: list[object] = []
 
@@ -136,24 +135,24 @@ def test_bytes_are_looked_at_before_seconds(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "profile_of", lambda _: constant("cpu"))
     with_room(monkeypatch)
     with pytest.raises(RecipeError, match="does not fit"):
-        flown(recipe)
+        preflight_of(recipe)
     assert set(machines) == {None}
 
 
-def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process of a job that cuts parameters builds all of them first."""
     recipe = recipe_of(tmp_path, ranks={"offload": True})
     with_room(monkeypatch)
-    rehearsal = flown(recipe).estimate
+    rehearsal = preflight_of(recipe).estimate
     assert rehearsal is not None
     whole = rehearsal.memory["host"]["parameters"]
     monkeypatch.setattr(module, "_USABLE", 1.0)
     with_room(monkeypatch, host=whole - 1)
     with pytest.raises(RecipeError, match="cannot load its model: each process builds it whole in host memory"):
-        flown(recipe)
+        preflight_of(recipe)
 
 
-def test_host_memory_is_pinned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_host_budget_counts_as_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where host memory is no device it is the budget that has to fit, not what of it is used."""
     monkeypatch.setattr(module, "_USABLE", 1.0)
     rehearsal = Estimate({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
@@ -166,7 +165,7 @@ def test_host_memory_is_pinned_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:
     """Bytes over the lanes are those that the step of `metrics.jsonl` moved."""
     recipe = recipe_of(tmp_path, device_budget="4MiB", offload_dir=str(tmp_path))
-    train(recipe, PlainDisplay(Console(quiet=True)))
+    train(recipe, Display())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line)
@@ -175,21 +174,26 @@ def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:
     assert "seconds" not in plan
 
 
-def test_it_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preflight_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, device=1)
-    train(recipe_of(tmp_path, preflight=False), PlainDisplay(Console(quiet=True)))
+    train(recipe_of(tmp_path, preflight=False), Display())
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
 def test_one_process_can_offload(tmp_path: Path) -> None:
-    """In a process of its own, since it joins a job of one: the losses are those of a run that does not."""
+    """Offloaded parameters change no loss. That run has a process of its own, since it joins a process group."""
     losses = []
     for offload in (False, True):
-        recipe = recipe_of(tmp_path, steps=2, output=str(tmp_path / f"run-{offload}"), ranks={"offload": offload})
-        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-        command = [sys.executable, "-m", "trunkline", "train", str(tmp_path / "recipe.yaml")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        recipe = recipe_of(
+            tmp_path, context=512, steps=2, output=str(tmp_path / f"run-{offload}"), ranks={"offload": offload}
+        )
+        if offload:
+            (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+            command = [sys.executable, "-m", "trunkline", "train", str(tmp_path / "recipe.yaml")]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        else:
+            train(recipe, Display())
         lines = (tmp_path / f"run-{offload}" / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
         plan = json.loads((tmp_path / f"run-{offload}" / "plan.json").read_text())

@@ -1,38 +1,90 @@
-"""What a person sees during a run: a live panel on a terminal, plain lines anywhere else.
+"""Display of a run: a live panel on a terminal, plain lines anywhere else.
 
-The panel answers three questions: does the loss fall, when is it done, and what is it doing now. Drawing happens on a
-timer, not in the sweep's callback, which only sets a field.
+The panel shows whether the loss falls, when the run ends, and what it computes now. A timer draws it: the engine's
+callback only sets a field, so that drawing never delays a sweep.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
+from rich.box import ROUNDED
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from typing_extensions import override
+
+from trunkline.config import Progress
 from trunkline.evaluate import EvaluateProgress, length_text
-from trunkline.train.estimate import StepProgress, SweepPosition
 from trunkline.train.evaluating import EvaluationRecord, evaluation_text
 from trunkline.train.step_metrics import StepMetrics
 from trunkline.units import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.live import Live
+_SWEEPS = ("embed", "forward", "head", "backward")
+
+
+class StepProgress:
+    """Share of a step that is done, in 0 … 1, from the position of its sweeps. It never falls within a step.
+
+    The shares of the parts are those of the step before; for the first step, those of its work (a backward sweep costs
+    about 2.5 forward ones). Within a sweep, chunk i of n costs in proportion to 2i+1 where attention dominates, because
+    it is causal; a backward sweep begins with the last chunk.
+
+    Args:
+        num_micro_batches: forward and backward passes of a step.
+        attention_share: share of the step's FLOPs that is attention, and so quadratic in the sequence.
+    """
+
+    def __init__(self, num_micro_batches: int, attention_share: float) -> None:
+        self._num_micro_batches = num_micro_batches
+        self._attention_share = attention_share
+        self._shares = {"embed": 0.01, "forward": 0.27, "head": 0.04, "backward": 0.68}
+        self.micro_batch = 0
+        self.fraction = 0.0
+
+    def start_step(self, last_seconds: Mapping[str, float] | None) -> None:
+        """Begin a step; `last_seconds` are the seconds of each part of the step before, None for the first."""
+        self.fraction = 0.0
+        if last_seconds is not None:
+            total = sum(last_seconds[part] for part in _SWEEPS)
+            self._shares = {part: last_seconds[part] / total for part in _SWEEPS}
+
+    def update(self, position: Progress) -> None:
+        """Set the position of the sweep."""
+        done = sum(self._shares[part] for part in _SWEEPS[: _SWEEPS.index(position.part)])
+        done += self._shares[position.part] * self._share_of_part(position)
+        self.fraction = max(self.fraction, min(1.0, (self.micro_batch + done) / self._num_micro_batches))
+
+    def _share_of_part(self, position: Progress) -> float:
+        if position.part == "forward":
+            return (position.layer + self._cost(position.chunk / position.num_chunks)) / position.num_layers
+        if position.part != "backward":
+            return position.chunk / position.num_chunks
+        if position.layer < 0:  # the embedding, after all layers
+            return 1.0
+        layers_done = position.num_layers - 1 - position.layer
+        return (layers_done + 1 - self._cost((position.chunk + 1) / position.num_chunks)) / position.num_layers
+
+    def _cost(self, share: float) -> float:
+        """Return the cost of the first `share` of a sequence, as a share of the cost of all of it."""
+        return self._attention_share * share**2 + (1 - self._attention_share) * share
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What is known before the first step.
+    """Facts known before the first step.
 
     Attributes:
-        headline: Lines that say what is trained on what.
-        steps: Steps of the run.
-        log_every: Steps between permanent lines.
-        num_micro_batches: Micro-batches of a step.
-        attention_share: Share of the FLOPs that is attention.
-        evaluate_every: Steps between evaluations; None for none.
+        headline: lines that describe model and data.
+        steps: steps of the run.
+        log_every: steps between permanent lines.
+        num_micro_batches: micro-batches of a step.
+        attention_share: share of the FLOPs that is attention.
+        evaluate_every: steps between evaluations; None for none.
     """
 
     headline: Sequence[str]
@@ -43,225 +95,199 @@ class RunHeader:
     evaluate_every: int | None = None
 
     def evaluations_after(self, step: int) -> int:
-        """Return how many evaluations are still to come once a step, counted from 1, is over and its own, too."""
+        """Return how many evaluations follow step `step` (counted from 1) and its own evaluation."""
         if self.evaluate_every is None or step >= self.steps:
             return 0
         due = self.steps // self.evaluate_every + (self.steps % self.evaluate_every > 0)
         return due - step // self.evaluate_every
 
+    def is_logged(self, step: int) -> bool:
+        """Return whether a step (counted from 1) has a permanent line: the first, the last, each `log_every`-th."""
+        return step == 1 or step == self.steps or step % self.log_every == 0
 
-class Display(Protocol):
-    """What the loop tells."""
+
+class Display:
+    """Receiver of a run's events, in this order; this one shows nothing."""
 
     def note(self, text: str) -> None:
-        """Say something about the preparations."""
+        """Show a line about the preparations."""
 
-    def begin(self, info: RunHeader) -> None:
-        """Start; the first step follows."""
+    def begin(self, header: RunHeader) -> None:
+        """Show the header; the first step follows."""
 
     def micro_batch(self, index: int) -> None:
-        """Say which micro-batch of the step begins."""
+        """Note which micro-batch of the step begins."""
 
-    def progress(self, position: SweepPosition) -> None:
-        """Say where the sweep is; called before the work of each chunk."""
+    def progress(self, position: Progress) -> None:
+        """Note the position of the sweep; called before the work of each chunk."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Say that a step is over."""
+        """Show a finished step."""
 
     def evaluating(self, where: EvaluateProgress) -> None:
-        """Say where an evaluation is; called before each of its samples, and at its end."""
+        """Note the progress of an evaluation; called before each of its samples, and at its end."""
 
     def evaluated(self, record: EvaluationRecord) -> None:
-        """Say what an evaluation found."""
+        """Show a finished evaluation."""
 
     def end(self) -> None:
         """Stop drawing; called however the run ends."""
 
 
 def make_display(console: Console) -> Display:
-    """Return the live panel for a terminal, plain lines for everything else."""
+    """Return a live panel for a terminal, plain lines for anything else."""
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-class PlainDisplay:
-    """One line every `log_every` steps, and the first and last.
+class PlainDisplay(Display):
+    """Plain lines: every `log_every`-th step, the first and the last.
 
     Args:
-        console: Where to write.
+        console: output.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._info: RunHeader | None = None
-        self._seconds: list[float] = []
-        self._evaluation_seconds = 0.0
-
-    def note(self, text: str) -> None:
-        """Print the line."""
-        self._line(text)
-
-    def begin(self, info: RunHeader) -> None:
-        """Print the headline."""
-        self._info = info
-        for line in info.headline:
-            self._line(line)
-
-    def micro_batch(self, index: int) -> None:
-        """Say nothing: a plain line is for a whole step."""
-
-    def progress(self, position: SweepPosition) -> None:
-        """Say nothing: a plain line is for a whole step."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Print the step's line, if it is due."""
-        assert self._info is not None
-        self._seconds.append(metrics.total_seconds)
-        if is_due(metrics.step, self._info):
-            left = (self._info.steps - metrics.step) * typical(self._seconds)
-            left += self._info.evaluations_after(metrics.step - 1) * self._evaluation_seconds
-            self._line(f"{step_line(metrics, self._info.steps)}  eta {clock_text(left)}")
-
-    def evaluating(self, where: EvaluateProgress) -> None:
-        """Say nothing: a plain line is for a whole evaluation."""
-
-    def evaluated(self, record: EvaluationRecord) -> None:
-        """Print the evaluation's line."""
-        assert self._info is not None
-        self._evaluation_seconds = record.seconds
-        self._line(evaluation_line(record, self._info.steps))
-
-    def end(self) -> None:
-        """Nothing is left open."""
-
-    def _line(self, text: str) -> None:
-        # Not wrapped and not marked up: these lines are read by programs too.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class LiveDisplay:
-    """A panel that is redrawn four times a second, below the permanent lines of the steps.
-
-    Args:
-        console: A terminal.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live: Live | None = None
-        self._info: RunHeader | None = None
-        self._estimate: StepProgress | None = None
-        self._position: SweepPosition | None = None
+        self._header = RunHeader([], 0, 1, 1, 0.5)
         self._history: list[StepMetrics] = []
-        self._step_began = 0.0
-        self._evaluating: EvaluateProgress | None = None
         self._evaluation: EvaluationRecord | None = None
 
+    @override
     def note(self, text: str) -> None:
-        """Print the line."""
-        self._console.print(text, markup=False, highlight=False, style="dim")
+        self._print(text)
 
-    def begin(self, info: RunHeader) -> None:
-        """Print the headline and start drawing."""
-        from rich.live import Live
+    @override
+    def begin(self, header: RunHeader) -> None:
+        self._header = header
+        for line in header.headline:
+            self._print(line)
 
-        self._info = info
-        self._estimate = StepProgress(info.num_micro_batches, info.attention_share)
-        self._estimate.start_step(None)
-        for index, line in enumerate(info.headline):
-            self._console.print(line, markup=False, highlight=False, style="bold" if index == 0 else "")
-        self._console.print()
+    @override
+    def step(self, metrics: StepMetrics) -> None:
+        self._history.append(metrics)
+        if self._header.is_logged(metrics.step):
+            left = self._seconds_after(metrics.step, self._header.evaluations_after(metrics.step - 1))
+            self._print(f"{step_line(metrics, self._header.steps)}  eta {clock_text(left)}")
+
+    @override
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self._evaluation = record
+        self._print(evaluation_line(record, self._header.steps))
+
+    def _seconds_after(self, step: float, evaluations: int) -> float:
+        """Return the seconds of the steps after `step`, which may lie within a step, and of so many evaluations."""
+        typical = typical_seconds([metrics.total_seconds for metrics in self._history])
+        evaluation = 0.0 if self._evaluation is None else self._evaluation.seconds
+        return max(0.0, self._header.steps - step) * typical + evaluations * evaluation
+
+    def _print(self, text: str, style: str = "") -> None:
+        # No wrapping and no markup: programs read these lines, too.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+class LiveDisplay(PlainDisplay):
+    """Panel that is redrawn four times a second, below the permanent lines of the steps.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live: Live | None = None
+        self._step_progress = StepProgress(1, 0.5)
+        self._position: Progress | None = None
+        self._step_began = 0.0
+        self._evaluating: EvaluateProgress | None = None
+
+    @override
+    def note(self, text: str) -> None:
+        self._print(text, "dim")
+
+    @override
+    def begin(self, header: RunHeader) -> None:
+        self._header = header
+        self._step_progress = StepProgress(header.num_micro_batches, header.attention_share)
+        for index, line in enumerate(header.headline):
+            self._print(line, "bold" if index == 0 else "")
+        self._print("")
         self._step_began = time.perf_counter()
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
 
+    @override
     def micro_batch(self, index: int) -> None:
-        """Take note."""
-        assert self._estimate is not None
-        self._estimate.micro_batch = index
+        self._step_progress.micro_batch = index
 
-    def progress(self, position: SweepPosition) -> None:
-        """Take note; the timer draws."""
-        assert self._estimate is not None
+    @override
+    def progress(self, position: Progress) -> None:
         if self._evaluating is None:
-            self._estimate.update(position)
+            self._step_progress.update(position)
         self._position = position
 
+    @override
     def step(self, metrics: StepMetrics) -> None:
-        """Print the step's permanent line, if it is due, and begin the next step."""
-        assert self._info is not None
-        assert self._estimate is not None
         self._history.append(metrics)
-        if is_due(metrics.step, self._info):
-            self._console.print(step_line(metrics, self._info.steps), markup=False, highlight=False)
-        self._estimate.start_step(metrics.seconds)
-        self._position = None
-        self._step_began = time.perf_counter()
+        if self._header.is_logged(metrics.step):
+            self._print(step_line(metrics, self._header.steps))
+        self._step_progress.start_step(metrics.seconds)
+        self._begin_step()
 
+    @override
     def evaluating(self, where: EvaluateProgress) -> None:
-        """Take note; the timer draws."""
         self._evaluating = where
 
+    @override
     def evaluated(self, record: EvaluationRecord) -> None:
-        """Print the evaluation's permanent line; the next step begins."""
-        assert self._info is not None
-        self._evaluating, self._evaluation = None, record
-        self._console.print(evaluation_line(record, self._info.steps), markup=False, highlight=False)
-        self._position = None
-        self._step_began = time.perf_counter()
+        super().evaluated(record)
+        self._evaluating = None
+        self._begin_step()
 
+    @override
     def end(self) -> None:
-        """Take the panel away; the permanent lines stay."""
         if self._live is not None:
             self._live.stop()
 
     def seconds_left(self) -> float | None:
-        """Return the seconds to the end of the run, None while nothing is known."""
-        assert self._info is not None
-        assert self._estimate is not None
+        """Return the seconds to the end of the run; None before 3% of the first step are done."""
+        steps, done = len(self._history), self._step_progress.fraction
+        if steps:
+            evaluations = self._header.evaluations_after(steps - (self._evaluating is not None))
+            return self._seconds_after(steps + done, evaluations)
         elapsed = time.perf_counter() - self._step_began
-        done = self._estimate.fraction
-        if self._history:
-            whole = typical([metrics.total_seconds for metrics in self._history])
-            current = max(0.0, whole * (1 - done))
-        elif done > 0.03:
-            whole = elapsed / done
-            current = whole - elapsed
-        else:
-            return None
-        evaluation = 0.0 if self._evaluation is None else self._evaluation.seconds
-        more = self._info.evaluations_after(len(self._history) - (self._evaluating is not None)) * evaluation
-        return current + whole * max(0, self._info.steps - len(self._history) - 1) + more
+        return elapsed / done * (self._header.steps - done) if done > 0.03 else None
+
+    def _begin_step(self) -> None:
+        self._position, self._step_began = None, time.perf_counter()
 
     def _render(self) -> RenderableType:
-        from rich.box import ROUNDED
-        from rich.panel import Panel
-        from rich.table import Table
-
-        info, estimate = self._info, self._estimate
-        assert info is not None
-        assert estimate is not None
-        # What stands beside a bar takes at most 49 columns, label and frame 13.
+        steps, header, fraction = len(self._history), self._header, self._step_progress.fraction
+        # Text beside a bar takes at most 49 columns, label and frame 13.
         width = max(8, min(40, self._console.width - 62))
-        done_steps = len(self._history)
         left = self.seconds_left()
-        eta = clock_text(left) if left is not None else "…"
-        overall = min(1.0, (done_steps + estimate.fraction) / info.steps)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True, min_width=6)  # however long the other column's text is
         table.add_column(no_wrap=True)
-        table.add_row(
-            "step", bar(overall, width, "green", f"{min(done_steps + 1, info.steps)} of {info.steps}   eta {eta}")
-        )
+
+        def add_bar(label: str, share: float, colour: str, text: str) -> None:
+            bar = ProgressBar(1.0, share, width, style="grey23", complete_style=colour, finished_style=colour)
+            row = Table.grid(padding=(0, 2))
+            row.add_column(width=width)
+            row.add_column(no_wrap=True)
+            row.add_row(bar, text)
+            table.add_row(label, row)
+
+        eta = "…" if left is None else clock_text(left)
+        text = f"{min(steps + 1, header.steps)} of {header.steps}   eta {eta}"
+        add_bar("step", min(1.0, (steps + fraction) / header.steps), "green", text)
         if self._evaluating is None:
-            table.add_row("sweep", bar(estimate.fraction, width, "cyan", self._sweep_text()))
+            add_bar("sweep", fraction, "cyan", self._sweep_text())
         else:
-            share = self._evaluating.done / self._evaluating.total
-            table.add_row("eval", bar(share, width, "magenta", self._evaluating_text(self._evaluating)))
+            where = self._evaluating
+            add_bar("eval", where.done / where.total, "magenta", evaluating_text(where))
         if self._history:
-            last = self._history[-1]
-            losses = [metrics.loss for metrics in self._history]
-            line = sparkline(losses, width)
-            table.add_row("loss", f"{line:{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
+            last, losses = self._history[-1], [metrics.loss for metrics in self._history]
+            table.add_row("loss", f"{sparkline(losses, width):{width}}  {last.loss:.4f}   from {losses[0]:.4f}")
             speed = f"{last.tokens_per_second:,.0f} tokens/s   {flops_text(last.flops_per_second)}"
             table.add_row("speed", f"{speed}   {format_bytes(last.peak_memory_bytes)} peak")
             if last.bytes_moved:
@@ -271,32 +297,19 @@ class LiveDisplay:
             table.add_row("found", f"after step {self._evaluation.step}   {evaluation_text(self._evaluation)}")
         return Panel(table, box=ROUNDED, border_style="dim", expand=False)
 
-    def _evaluating_text(self, where: EvaluateProgress) -> str:
-        if not where.what:
-            return "writing"
-        name = where.what if len(where.what) <= 20 else f"…{where.what[-19:]}"
-        return f"{name} {length_text(where.length)}  {where.done + 1} of {where.total}"
-
     def _sweep_text(self) -> str:
-        position, info, estimate = self._position, self._info, self._estimate
-        assert info is not None
-        assert estimate is not None
+        position, num_batches = self._position, self._header.num_micro_batches
         if position is None:
             return "starting"
-        batch = f"  batch {estimate.micro_batch + 1}/{info.num_micro_batches}" if info.num_micro_batches > 1 else ""
+        batch = f"  batch {self._step_progress.micro_batch + 1}/{num_batches}" if num_batches > 1 else ""
         unit = "tile" if position.part == "head" else "chunk"
         layer = f" layer {position.layer + 1}/{position.num_layers}" if position.layer >= 0 else ""
         part = f"{position.part} embed" if position.part == "backward" and position.layer < 0 else position.part
         return f"{part}{layer}  {unit} {position.chunk + 1}/{position.num_chunks}{batch}"
 
 
-def is_due(step: int, info: RunHeader) -> bool:
-    """Return whether a step gets a permanent line: the first, the last, and every `log_every`-th."""
-    return step == 1 or step == info.steps or step % info.log_every == 0
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """Return the median of the last five steps: the first is slow, and machines are shared."""
+def typical_seconds(seconds: Sequence[float]) -> float:
+    """Return the median of the last five steps: the first step is slow, and machines are shared."""
     recent = sorted(seconds[-5:])
     return recent[len(recent) // 2]
 
@@ -317,8 +330,16 @@ def evaluation_line(record: EvaluationRecord, steps: int) -> str:
     return f"eval {record.step:>{width}}/{steps}  {evaluation_text(record)}  {record.seconds:.1f} s"
 
 
+def evaluating_text(where: EvaluateProgress) -> str:
+    """Return the task of an evaluation that runs now, with its length and number."""
+    if not where.what:
+        return "writing"
+    name = where.what if len(where.what) <= 20 else f"…{where.what[-19:]}"
+    return f"{name} {length_text(where.length)}  {where.done + 1} of {where.total}"
+
+
 def stores_text(metrics: StepMetrics) -> str:
-    """Return what rests where, how fast it moves, and how much of the step compute waited for it."""
+    """Return peak bytes of each tier, speed of each lane, and the share of the step that compute waited for lanes."""
     held = "   ".join(f"{tier} {format_bytes(peak)}" for tier, peak in metrics.tiers.items() if peak)
     speeds = "   ".join(f"{name} {lane['gb_per_second']:.1f} GB/s" for name, lane in metrics.lanes.items())
     return f"{held}   {speeds}   {metrics.exposed_share:.1%} exposed"
@@ -339,14 +360,6 @@ def flops_text(flops: float | None) -> str:
         if flops >= unit:
             return f"{flops / unit:.1f} {prefix}FLOP/s"
     return f"{flops / 1e6:.1f} MFLOP/s"
-
-
-def bar(share: float, width: int, colour: str, label: str) -> RenderableType:
-    """Return a bar of `width` cells, `share` of it filled, and a label after it."""
-    from rich.text import Text
-
-    filled = round(min(1.0, max(0.0, share)) * width)
-    return Text.assemble(("━" * filled, colour), ("━" * (width - filled), "grey23"), "  ", label)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

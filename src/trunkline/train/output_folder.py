@@ -20,7 +20,7 @@ from trunkline.evaluate import Evaluation, write_evaluation
 from trunkline.report.timeline import Timeline
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
-from trunkline.train.step_metrics import MetricsFile, Record, StepMetrics
+from trunkline.train.step_metrics import JsonLine, MetricsFile, StepMetrics
 from trunkline.utils.atomic_dir import replace_dir
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
@@ -68,7 +68,7 @@ class OutputFolder:
         self._metrics.write(metrics)
         self.num_steps += 1
 
-    def write_evaluation(self, record: Record, evaluation: Evaluation) -> list[str]:
+    def write_evaluation(self, record: JsonLine, evaluation: Evaluation) -> list[str]:
         """Append a line to `evaluations.jsonl`, and write the whole into `evaluation/`, over the one before.
 
         Returns:

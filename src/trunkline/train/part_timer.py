@@ -1,7 +1,7 @@
-"""Where the seconds of a step go: one clock that is always in exactly one part.
+"""Timer of the parts of a step. It is in exactly one part at any time.
 
-On CUDA kernels run after their launch, so the clock records events at the changes and reads them once, when the step is
-over; nothing in a sweep waits for it.
+On CUDA, kernels run after their launch. So the timer records an event at each change of part and reads the events once,
+after the step: nothing waits for them during a sweep.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from itertools import pairwise
 
 import torch
 
-Mark = float | torch.cuda.Event  # a moment: of `time.perf_counter`, or of the device
+Mark = float | torch.cuda.Event  # a moment: second of `time.perf_counter`, or a CUDA event
 
 PARTS = ("data", "embed", "forward", "head", "backward", "optimizer")
 
 
 class PartTimer:
-    """Sums the seconds of each part between `start` and `stop`.
+    """Timer of one step after another.
 
     Args:
-        device: Where the work runs; events are used on CUDA, `time.perf_counter` elsewhere.
+        device: device of the work: CUDA is measured by events, anything else by `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._marks: list[tuple[str, Mark]] = []
-        self._last: list[tuple[str, Mark]] = []  # those of the step that is over
+        self._last: list[tuple[str, Mark]] = []  # of the finished step
 
     def enter(self, part: str) -> None:
-        """Say that what follows belongs to `part`; the same part again is free."""
+        """Begin a part; without effect in the same part."""
         if not self._marks or self._marks[-1][0] != part:
             self._marks.append((part, self.now()))
 
@@ -37,7 +37,7 @@ class PartTimer:
         """End the step.
 
         Returns:
-            Seconds of every part; they add up to the step's time.
+            Seconds of each of `PARTS`; their sum is the time of the step.
         """
         self._marks.append(("", self.now()))
         if self._on_cuda:
@@ -49,25 +49,25 @@ class PartTimer:
         return seconds
 
     def drop(self) -> None:
-        """Forget what has been entered since the last step: it belongs to none."""
+        """Drop parts entered since the last step: they belong to no step."""
         self._marks = []
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """The parts of the step that is over: name, begin and end in seconds since the step began."""
+        """Return the parts of the finished step: name, begin and end, in seconds since the step began."""
         at = [self.since_begin(mark) for _, mark in self._last]
         return [(part, begin, end) for (part, _), (begin, end) in zip(self._last, pairwise(at), strict=False)]
 
     def since_begin(self, mark: Mark) -> float:
-        """Seconds from the beginning of the step that is over to a mark that `now` gave in it."""
+        """Return the seconds from the beginning of the finished step to a mark made in it."""
         return _between(self._last[0][1], mark)
 
     @property
     def begin(self) -> Mark:
-        """The beginning of the step that is under way."""
+        """Beginning of the running step."""
         return self._marks[0][1]
 
     def now(self) -> Mark:
-        """A mark at this moment of the work that the device has been given."""
+        """Return a mark behind all work launched so far."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""One record a step, and the file of JSON lines they go to."""
+"""Metrics of a step, and the file of JSON lines that they are appended to."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from trunkline.offload.lanes.base import LaneTraffic
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimizer step did. The fields are the keys of a line of `metrics.jsonl`.
+    """Metrics of one optimizer step. The fields are the keys of a line of `metrics.jsonl`.
 
     Attributes:
-        step: Step, counted from 1.
-        loss: Mean over all valid tokens of the step (all micro-batches), in nats a token.
-        grad_norm: Global norm before clipping.
-        lr: Learning rate.
-        tokens: Tokens of the step (global).
-        tokens_per_second: Tokens over the seconds of all parts.
+        step: number of the step, counted from 1.
+        loss: mean over all valid tokens of the step (all micro-batches), in nats a token.
+        grad_norm: global norm before clipping.
+        lr: learning rate.
+        tokens: tokens of the step (global).
+        tokens_per_second: tokens by the seconds of all parts.
         model_flops: FLOPs of the step, causal attention exact, recomputation not counted; None if not countable.
-        flops_per_second: These over the seconds of all parts.
+        flops_per_second: `model_flops` by the seconds of all parts.
         peak_memory_bytes: CUDA: most memory allocated in the step; CPU: most resident memory of the process so far.
-        seconds: Seconds of each part: data, embed, forward, head, backward, optimizer.
-        tiers: Most bytes that the engine held in each tier: device, host, disk.
-        lanes: Of fetch and stash: `bytes` moved, `gb_per_second` (10^9 bytes) while the lane worked, and
+        seconds: seconds of each part: data, embed, forward, head, backward, optimizer.
+        tiers: most bytes that the engine held in each tier: device, host, disk.
+        lanes: for fetch and stash, `bytes` moved, `gb_per_second` (10^9 bytes) while the lane worked, and
             `exposed_seconds` that compute waited for it.
     """
 
@@ -68,7 +68,7 @@ class StepMetrics:
 
 
 def lane_record(traffic: LaneTraffic) -> dict[str, float]:
-    """Return what `StepMetrics.lanes` says of a lane."""
+    """Return the entry of `StepMetrics.lanes` for a lane."""
     return {
         "bytes": traffic.moved,
         "gb_per_second": traffic.gigabytes_per_second,
@@ -76,24 +76,24 @@ def lane_record(traffic: LaneTraffic) -> dict[str, float]:
     }
 
 
-class Record(Protocol):
-    """What is a line of JSON."""
+class JsonLine(Protocol):
+    """Record that is written as one line of JSON."""
 
     def to_json(self) -> str:
-        """Return it."""
+        """Return the line."""
 
 
 class MetricsFile:
-    """Appends records to a file, each complete on disk before the next step begins.
+    """File of JSON lines. Each line is flushed at once, so that a run can be followed.
 
     Args:
-        path: File to make; it must not exist.
+        path: file to create; it must not exist.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("x", encoding="utf-8")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: JsonLine) -> None:
         """Append one line."""
         self._file.write(record.to_json() + "\n")
         self._file.flush()
@@ -103,14 +103,14 @@ class MetricsFile:
         self._file.close()
 
 
-def start_peak(device: torch.device) -> None:
-    """Begin a new measurement of peak memory, where the device can."""
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak memory counter, where the device has one."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak: of allocated memory since `start_peak` on CUDA, of the process's resident memory on a CPU."""
+    """Return the peak bytes: allocated since `reset_peak` on CUDA, resident in the process so far on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,7 +1,7 @@
-"""Records one step of a run as a timeline: memory, lanes, parts.
+"""Recorder of one step as a timeline of memory, lanes and parts.
 
-It looks where the engine reports a chunk, waits for nothing on the device, and touches no random state, so that a
-recorded step computes what any other does.
+It samples at every chunk that the engine reports, never waits for the device, and never touches random state: a
+recorded step computes bitwise the same as any other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trunkline.api import tiers_of
+from trunkline.config import Progress
 from trunkline.distributed.grad_norm import local
 from trunkline.engine.memory_layout import STORE_LABELS
 from trunkline.offload.lanes.base import TransferLog
@@ -32,31 +33,30 @@ from trunkline.report.timeline import (
     thinned,
     within,
 )
-from trunkline.train.estimate import SweepPosition
 from trunkline.train.memory_sampler import memory_sampler_for, total_bytes
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.part_timer import Mark, PartTimer
 from trunkline.train.step_metrics import StepMetrics
 from trunkline.units import OFFLOAD_TIERS, TIERS, TierName
 
-MOST_POINTS = 20_000  # of one tier's memory
-_LEAST_WAIT = 1e-5  # seconds: less is what waiting for something that is over takes
+MOST_POINTS = 20_000  # samples of one tier's memory in the timeline
+_MIN_WAIT = 1e-5  # seconds: a shorter wait was for a move that had already ended
 
 
 class StepRecorder:
-    """Records one step.
+    """Recorder of one step.
 
     Args:
-        model: streamed by the time the step begins.
-        device: where it is.
-        clock: of the run's steps.
-        step: which step is recorded, counted from 0.
-        title: of the timeline.
-        devices: that take part.
+        model: the model, streamed before the step begins.
+        device: device of the model.
+        clock: timer of the steps.
+        step: number of the step to record, counted from 0.
+        title: title of the timeline.
+        devices: number of devices of the run.
 
     Attributes:
-        step: which step is recorded, counted from 0.
-        is_active: whether it is under way.
+        step: number of the step to record, counted from 0.
+        is_active: whether the step is running.
     """
 
     def __init__(
@@ -65,49 +65,49 @@ class StepRecorder:
         self.step, self.is_active = step, False
         self._model, self._device, self._clock = model, device, clock
         self._title, self._devices = title, devices
-        self._gauge = memory_sampler_for(device, clock)
+        self._sampler = memory_sampler_for(device, clock)
         self._tallies = {tier: MemoryTally() for tier in TIERS}
-        self._beyond: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in OFFLOAD_TIERS}
+        self._offloaded: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in OFFLOAD_TIERS}
         self._labels: list[tuple[Mark, str]] = []
         self._states: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}
         self._holders: dict[TierName, Counter[str]] = {tier: Counter() for tier in TIERS}
         self._peaks: dict[TierName, int] = dict.fromkeys(TIERS, 0)
         self._optimizer: Optimizer | None = None
-        self._record: TransferLog | None = None
+        self._log: TransferLog | None = None
 
     @property
     def device_peak(self) -> int:
-        """Most bytes that the device held in the step."""
+        """Peak bytes of the device in the step."""
         return self._peaks["device"]
 
     @contextlib.contextmanager
-    def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """For as long as the step goes on, its meters read; the clock is in its first part.
+    def recording(self, optimizer: Optimizer) -> Iterator[None]:
+        """Record while the body runs the step; the timer must be in its first part.
 
         Args:
-            optimizer: of the run.
+            optimizer: optimizer of the run, whose states are counted.
         """
         self._optimizer = optimizer
         tiers, begin = tiers_of(self._model), self._clock.begin
-        self._record = _record_from(begin)
+        self._log = _log_from(begin)
         self._count_states()
-        tiers.observer = self._note
+        tiers.observer = self._count_store
         if tiers.limited:
-            tiers.lanes.log = self._record
-        self._gauge.start()
-        self._look(begin)
+            tiers.lanes.log = self._log
+        self._sampler.start()
+        self._sample(begin)
         self.is_active = True
         try:
             yield
         finally:
             self.is_active = False
-            self._gauge.stop()
+            self._sampler.stop()
             tiers.observer = None
             if tiers.limited:
                 tiers.lanes.log = None
 
-    def progress(self, position: SweepPosition) -> None:
-        """A chunk's work begins."""
+    def progress(self, position: Progress) -> None:
+        """Sample at the beginning of a chunk."""
         if not self.is_active:
             return
         label = position.part if position.layer < 0 else f"{position.part} {position.layer}"
@@ -116,28 +116,28 @@ class StepRecorder:
             self._labels.append((mark, label))
             if position.part == "backward":
                 self._count_gradients()
-        self._look(mark)
+        self._sample(mark)
 
     def stop(self) -> None:
-        """The work of the step has been given to the device; the clock still runs."""
+        """Take the last sample: all work of the step is launched, and the timer still runs."""
         if not self.is_active:
             return
         self._count_states()
-        self._look(self._clock.now())
-        self._gauge.stop()
+        self._sample(self._clock.now())
+        self._sampler.stop()
 
     def timeline(self, metrics: StepMetrics) -> Timeline:
-        """Return the step, once it is over and the clock has stopped.
+        """Return the timeline of the step, after the timer has stopped.
 
         Args:
-            metrics: of this step.
+            metrics: metrics of the step.
         """
-        assert self._record is not None
+        assert self._log is not None
         seconds = metrics.total_seconds
         spans = self._clock.spans()
-        moves = {str(lane): segments for lane, segments in self._record.moves.items() if segments}
-        points: dict[TierName, list[tuple[Mark, int]]] = {"device": self._gauge.points}
-        points |= {tier: found for tier, found in self._beyond.items() if self._peaks[tier]}
+        moves = {str(lane): segments for lane, segments in self._log.moves.items() if segments}
+        points: dict[TierName, list[tuple[Mark, int]]] = {"device": self._sampler.points}
+        points |= {tier: found for tier, found in self._offloaded.items() if self._peaks[tier]}
         memory = {tier: self._over_time(found, seconds) for tier, found in points.items()}
         return Timeline(
             title=self._title,
@@ -159,30 +159,30 @@ class StepRecorder:
 
     # -- while the step goes on ----------------------------------------------------------------------------------------
 
-    def _note(self, tier: TierName, kind: str, nbytes: int) -> None:
+    def _count_store(self, tier: TierName, kind: str, nbytes: int) -> None:
         self._tallies[tier].add(STORE_LABELS.get(kind, kind), nbytes)
 
-    def _look(self, mark: Mark) -> None:
-        _, most = self._gauge.look()
-        self._remember("device", most)
-        for tier, points in self._beyond.items():
+    def _sample(self, mark: Mark) -> None:
+        _, most = self._sampler.sample()
+        self._keep_peak("device", most)
+        for tier, points in self._offloaded.items():
             tally = self._tallies[tier]
             away = self._states[tier].total()
             if points:
                 points.append((points[-1][0], tally.peak + away))
             points.append((mark, tally.held + away))
-            self._remember(tier, tally.peak + away)
+            self._keep_peak(tier, tally.peak + away)
         for tally in self._tallies.values():
             tally.reset_peak()
 
-    def _remember(self, tier: TierName, peak: int) -> None:
-        """Keep what is held where this is the most so far."""
+    def _keep_peak(self, tier: TierName, peak: int) -> None:
+        """Keep the holders of a tier if its peak is a new maximum."""
         if peak > self._peaks[tier]:
             self._peaks[tier] = peak
             self._holders[tier] = self._tallies[tier].parts_at_peak + self._states[tier]
 
     def _count_states(self) -> None:
-        """See what parameters and optimizer take in each tier."""
+        """Count the bytes of parameters, optimizer states and gradients in each tier."""
         assert self._optimizer is not None
         masters = self._optimizer.optimised if self._optimizer.has_masters else []
         states = self._optimizer.adamw.state.values()
@@ -209,12 +209,12 @@ class StepRecorder:
         return thinned(within(steps, seconds), seconds, MOST_POINTS)
 
     def _compute(self, spans: list[tuple[str, float, float]], seconds: float) -> list[Segment]:
-        """What compute did: layer by layer, and what lies between, without its waits."""
-        assert self._record is not None
+        """Return the segments of the compute lane, by layer and part, without its waits."""
+        assert self._log is not None
         begins = [(self._clock.since_begin(mark), label) for mark, label in self._labels]
         begins += [(begin, part) for part, begin, _ in spans if part in ("data", "optimizer")]
         begins = [*sorted(begins), (seconds, "")]
-        waits = sorted(wait for wait in self._record.waits if wait[1] - wait[0] > _LEAST_WAIT)
+        waits = sorted(wait for wait in self._log.waits if wait[1] - wait[0] > _MIN_WAIT)
         return _without([(a, b, label) for (a, label), (b, _) in pairwise(begins)], waits)
 
     def _held_at_peak(self, tier: TierName, memory: StepFunction) -> dict[str, int]:
@@ -233,26 +233,26 @@ class StepRecorder:
         return {"device": total_bytes(self._device), **beyond}
 
 
-def _record_from(begin: Mark) -> TransferLog:
-    """A record of lanes that counts from the beginning of a step."""
+def _log_from(begin: Mark) -> TransferLog:
+    """Return a transfer log whose time 0 is the beginning of a step."""
     if isinstance(begin, float):
         return TransferLog(begin)
-    # The device rests between two steps, so that its moment is now.
+    # The device is idle between two steps, so that the event and the host's clock mark the same moment.
     return TransferLog(time.perf_counter(), begin)
 
 
 def _without(segments: list[Segment], waits: list[Segment]) -> list[Segment]:
-    """What is left of segments, in order and side by side, outside of waits."""
-    found: list[Segment] = []
+    """Return the parts of segments outside of waits; both are in order and do not overlap among themselves."""
+    left: list[Segment] = []
     index = 0
     for begin, end, label in segments:
         while index < len(waits) and waits[index][0] < end:
             if waits[index][0] > begin:
-                found.append((begin, waits[index][0], label))
+                left.append((begin, waits[index][0], label))
             begin = max(begin, min(end, waits[index][1]))
             if waits[index][1] > end:
                 break
             index += 1
         if end > begin:
-            found.append((begin, end, label))
-    return found
+            left.append((begin, end, label))
+    return left

@@ -1,4 +1,4 @@
-"""The training loop: micro-batches, one optimizer step, one record; again."""
+"""Training loop: micro-batches, one optimizer step, one record of metrics."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ import torch
 from torch import nn
 
 from trunkline.api import stats
+from trunkline.config import Progress
 from trunkline.data import SampleOrder, Samples
 from trunkline.distributed.fsdp import no_sync
 from trunkline.offload.stats import Stats
 from trunkline.report.timeline import Timeline
 from trunkline.train.display import Display
-from trunkline.train.estimate import SweepPosition
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.step_metrics import StepMetrics, lane_record, peak_memory_bytes, start_peak
+from trunkline.train.step_metrics import StepMetrics, lane_record, peak_memory_bytes, reset_peak
 from trunkline.train.step_recorder import StepRecorder
 from trunkline.train.world import World
 
 
 class TrainingDivergedError(RuntimeError):
-    """Loss or gradient norm is not finite; the parameters are those of the step before."""
+    """Loss or gradient norm that is not finite; the parameters are those of the step before."""
 
 
 class ProgressHook:
-    """Receives the engine's progress: turns the clock, and tells the display and the recorder.
+    """Progress callback of the engine: it sets the part of the timer, and informs display and recorder.
 
     Args:
-        clock: The step's clock.
-        display: The display.
-        recorder: Records a step; None for none.
+        clock: timer of the step.
+        display: the display.
+        recorder: recorder of one step; None for none.
     """
 
     def __init__(self, clock: PartTimer, display: Display, recorder: StepRecorder | None = None) -> None:
@@ -44,8 +44,8 @@ class ProgressHook:
         self._display = display
         self._recorder = recorder
 
-    def __call__(self, position: SweepPosition) -> None:
-        """Take note of the chunk whose work begins."""
+    def __call__(self, position: Progress) -> None:
+        """Note the chunk whose work begins."""
         self._clock.enter(position.part)
         if self._recorder is not None:
             self._recorder.progress(position)
@@ -54,21 +54,21 @@ class ProgressHook:
 
 @dataclass
 class Trainer:
-    """Runs the steps of a recipe on a streamed model.
+    """Trainer of a streamed model: it runs the steps of a recipe.
 
     Attributes:
-        recipe: The settings.
-        model: The model, already streamed, with a `ProgressHook` of `clock` and `display` as its progress callback.
-        samples: What it learns from.
-        optimizer: Its optimizer.
-        clock: The clock that the monitor turns.
-        display: Told about micro-batches.
-        device: Where the model is.
-        flops_per_sample: Model FLOPs of one sample, None if unknown.
-        job: The processes of the run.
-        stats: Reads what the model's stores held and moved.
-        recorder: Records one of the steps; None for none.
-        timeline: What it recorded, once that step is over.
+        recipe: settings.
+        model: streamed model, with a `ProgressHook` of `clock` and `display` as its progress callback.
+        samples: training data.
+        optimizer: optimizer of the model.
+        clock: timer of the parts of a step.
+        display: display of the run.
+        device: device of the model.
+        flops_per_sample: model FLOPs of one sample; None if unknown.
+        world: processes of the run.
+        stats: function that returns `trunkline.Stats` of the model.
+        recorder: recorder of one of the steps; None for none.
+        timeline: timeline of that step, once it is over.
     """
 
     recipe: Recipe
@@ -91,19 +91,19 @@ class Trainer:
         """Run one optimizer step.
 
         Args:
-            index: Step, counted from 0.
+            index: number of the step, counted from 0.
 
         Returns:
-            Its record.
+            Its metrics.
 
         Raises:
-            TrainingDivergedError: The loss or the gradient norm is not finite. Nothing was updated.
+            TrainingDivergedError: loss or gradient norm is not finite; nothing was updated.
         """
-        start_peak(self.device)
+        reset_peak(self.device)
         self.clock.enter("data")
         if self.recorder is None or self.recorder.step != index:
             return self._step(index)
-        with self.recorder.watching(self.optimizer):
+        with self.recorder.recording(self.optimizer):
             metrics = self._step(index)
         self.timeline = self.recorder.timeline(metrics)
         return metrics
@@ -137,7 +137,7 @@ class Trainer:
         return self._record(index, loss, grad_norm, rate, seconds)
 
     def _micro_batches(self, index: int) -> list[torch.Tensor]:
-        """Return the step's token ids, (B, S) int64 each; which samples they are depends on seed and place alone."""
+        """Return token ids (B, S), int64, of each micro-batch. They depend on the seed and the step only."""
         recipe = self.recipe
         per_step = recipe.batch_size * recipe.gradient_accumulation
         chosen = self._order.take(index * per_step, per_step)
@@ -154,7 +154,7 @@ class Trainer:
         recipe = self.recipe
         total = sum(seconds.values())
         num_samples = recipe.batch_size * recipe.gradient_accumulation
-        meters = self.stats(self.model)
+        stats = self.stats(self.model)
         flops = None if self.flops_per_sample is None else self.flops_per_sample * num_samples
         return StepMetrics(
             step=index + 1,
@@ -167,19 +167,19 @@ class Trainer:
             flops_per_second=None if flops is None else flops / total,
             peak_memory_bytes=self._peak_memory_bytes(),
             seconds=seconds,
-            tiers={str(tier): peak for tier, peak in meters.peaks.items()},
-            lanes={lane: lane_record(traffic) for lane, traffic in meters.lanes.items()},
+            tiers={str(tier): peak for tier, peak in stats.peaks.items()},
+            lanes={lane: lane_record(traffic) for lane, traffic in stats.lanes.items()},
         )
 
     def _peak_memory_bytes(self) -> int:
         peak = peak_memory_bytes(self.device)
-        # A recorder sets the allocator's peak back again and again.
+        # A recorder resets the allocator's peak at every chunk, and keeps the peak of the step itself.
         return max(peak, self.recorder.device_peak) if self.recorder is not None and self.recorder.is_active else peak
 
-    def _require_finite(self, value: float, what: str, index: int) -> None:
+    def _require_finite(self, value: float, quantity: str, index: int) -> None:
         if not math.isfinite(value):
             raise TrainingDivergedError(
-                f"the {what} of step {index + 1} is {value}, so training stopped before that update. Lower "
+                f"the {quantity} of step {index + 1} is {value}, so training stopped before that update. Lower "
                 "optimizer.lr "
                 f"({self.recipe.optimizer.lr:g}), lengthen optimizer.warmup_steps "
                 f"({self.recipe.optimizer.warmup_steps}), or use model.dtype float32."

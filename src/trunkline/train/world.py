@@ -1,4 +1,4 @@
-"""The processes of a training run: which of them this is, and what they do together."""
+"""Processes of a training run: the place of this one among them, and what they do together."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from trunkline.train.build_model import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 
-# A collective may wait for a rank that is this many times slower than expected, or busy elsewhere for so long.
-_PATIENCE, _LEAST = 20, timedelta(minutes=3)
-_START = timedelta(hours=1)  # until something is known of the model: files are read and cut before the first step
+# Timeout of collectives during steps: so many times the seconds of a step, and at least so long.
+_TIMEOUT_STEPS, _MIN_TIMEOUT = 20, timedelta(minutes=3)
+_LONG_TIMEOUT = timedelta(hours=1)  # outside of steps: reading files, loading and saving the model
 
 
 class RankLog(io.StringIO):
-    """What a process writes that does not show the run: kept until there is a file for it."""
+    """Output of a rank other than 0: kept in memory until its log file is open."""
 
     def __init__(self) -> None:
         super().__init__()
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Go on in a file."""
+        """Write to a file from now on, what was kept first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._file.write(self.getvalue())
         self._file.flush()
 
     def write(self, text: str) -> int:
-        """Append."""
+        """Append text."""
         if self._file is None:
             return super().write(text)
         count = self._file.write(text)
@@ -55,13 +55,13 @@ class RankLog(io.StringIO):
 
 @dataclass(frozen=True)
 class World:
-    """What this process knows of the others.
+    """Processes of a run, seen from this one.
 
     Attributes:
-        mesh: of all ranks; None where there is one process.
-        degrees: how they are divided.
-        rank: of this process, from 0.
-        replica: which of the `parallel_dims.dp` it belongs to, from 0.
+        mesh: device mesh of all ranks; None for a single process.
+        parallel_dims: sizes of the mesh's dimensions.
+        rank: rank of this process, from 0.
+        replica: index of its data-parallel replica, from 0.
     """
 
     mesh: DeviceMesh | None = None
@@ -71,21 +71,21 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that shows the run and writes its output."""
+        """Whether this process shows the run and writes its output."""
         return self.rank == 0
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return 1 if self.mesh is None else self.mesh.size()
 
     @property
     def local_size(self) -> int:
-        """Processes of the run on this machine."""
+        """Number of processes of the run on this machine."""
         return 1 if self.mesh is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def sum_over_replicas(self, value: float) -> float:
-        """The sum over replicas of a number that all ranks of a replica have."""
+        """Return the sum over replicas of a number that is equal on all ranks of a replica."""
         if self.mesh is None or self.parallel_dims.dp == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
@@ -93,23 +93,19 @@ class World:
         return float(total)
 
     def share_folder(self, folder: Path | None) -> Path:
-        """The folder that rank 0 gives."""
+        """Return the folder of rank 0, on every rank."""
         if self.mesh is None:
             assert folder is not None
             return folder
         return Path(failure.broadcast_text("output", None if folder is None else str(folder)))
 
     def expect_step_seconds(self, seconds: float) -> None:
-        """Have collectives fail when they take far longer than a step does.
-
-        Args:
-            seconds: that a step is expected to take.
-        """
-        self._set_timeout(max(_LEAST, timedelta(seconds=_PATIENCE * seconds)))
+        """Set the timeout of collectives from the expected seconds of a step, so that a lost rank is noticed soon."""
+        self._set_timeout(max(_MIN_TIMEOUT, timedelta(seconds=_TIMEOUT_STEPS * seconds)))
 
     def allow_long_waits(self) -> None:
-        """Have collectives wait for what does not depend on steps."""
-        self._set_timeout(_START)
+        """Set a long timeout of collectives, for work outside of steps."""
+        self._set_timeout(_LONG_TIMEOUT)
 
     def _set_timeout(self, timeout: timedelta) -> None:
         if self.mesh is None:
@@ -118,38 +114,39 @@ class World:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def barrier(self) -> None:
-        """Until all are here."""
+        """Wait until all processes have called this."""
         if self.mesh is not None:
             with failure.guard():
                 dist.barrier()
 
     def shut_down(self) -> None:
-        """Nothing more is done together."""
+        """Leave the process group."""
         if self.mesh is not None:
             dist.destroy_process_group()
 
     def gather_model(self, model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
-        """What `save_pretrained` takes of a model that may be spread over ranks; every rank must call it.
+        """Gather a model that may be sharded over ranks, for `save_pretrained`; every rank must call this.
 
         Args:
-            model: The model.
-            dtype: Of its parameters in the file, if it is spread.
+            model: the model.
+            dtype: dtype of the parameters of the file, if the model is sharded.
 
         Returns:
-            A model of its class and config, and all parameters on rank 0's host; the model itself where it is whole.
+            A model without weights of the same class and config, and all parameters on the host of rank 0; for a single
+            process the model itself and None.
         """
         if self.mesh is None:
             return model, None
         with failure.guard():
-            found = full_state_dict(model)
+            state_dict = full_state_dict(model)
         with torch.device("meta"):
-            blank: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
-        blank.generation_config = model.generation_config
-        return blank, {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
+            empty_model: Any = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+        empty_model.generation_config = model.generation_config
+        return empty_model, {name: x.to(dtype) if x.is_floating_point() else x for name, x in state_dict.items()}
 
 
 def join(recipe: Recipe) -> World:
-    """Join the run's other processes, if torchrun has started several.
+    """Join the other processes of the run, if torchrun has started several.
 
     Raises:
         ValueError: `ranks` asks for several processes, and there is one; or does not make up their number.
@@ -170,7 +167,7 @@ def _join(recipe: Recipe) -> World:
             )
         if not ranks.offload:
             return World()
-        _be_the_only_rank()  # of FSDP2, which is what moves parameters to the host and back
+        _set_single_rank()  # of FSDP2, which is what moves parameters to the host and back
     if ":" in recipe.device and world_size > 1:
         raise RecipeError(
             f"device: '{recipe.device}' names one device, and there are {world_size} processes, each with its own: set "
@@ -179,7 +176,7 @@ def _join(recipe: Recipe) -> World:
     resolve_device(recipe.device)
     device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
     mesh = trunkline.init_mesh(dp=ranks.dp, sp=ranks.sp, cp=ranks.cp, tp=ranks.tp,
-                               device_type=device_type, timeout=_START)  # fmt: skip
+                               device_type=device_type, timeout=_LONG_TIMEOUT)  # fmt: skip
     parallel_dims = parallel_dims_of(mesh)
     if recipe.batch_size % parallel_dims.dp:
         raise RecipeError(
@@ -190,19 +187,19 @@ def _join(recipe: Recipe) -> World:
     return World(mesh, parallel_dims, dist.get_rank(), mesh["dp"].get_local_rank())
 
 
-def _be_the_only_rank() -> None:
-    """What torchrun would set for one process."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    given = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+def _set_single_rank() -> None:
+    """Set the environment variables that torchrun sets, for a single process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": port}  # fmt: skip
-    for name, value in given.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, str(value))
 
 
 def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> float:
-    """What a step of so many FLOPs on one device may take, by the speed of one matrix product there."""
+    """Return the seconds of so many FLOPs on one device, at the speed of one matrix product there."""
     size = 512 if device.type == "cpu" else 8_192
     a = torch.randn(size, size, device=device, dtype=dtype)
     times = []
