@@ -1,7 +1,7 @@
-"""Lanes that do everything as late and in as strange an order as what they were told allows.
+"""Adversarial lanes: they run every move as late, and in as strange an order, as the stated order allows.
 
-A move waits in its lane until compute finishes with it, or until chance has it done; lanes overtake each other wherever
-no dependency forbids it. What has not been written yet is full of NaN, and so is a tensor that was let go too early.
+A move waits in its lane until compute finishes it, or until chance runs it; lanes overtake each other wherever no
+dependency forbids it. Memory that is not written yet is full of NaN, and so is a stashed tensor that was freed too early.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ POISON = 0xFF  # every floating dtype made of such bytes is NaN
 
 
 @dataclass(eq=False)
-class Waiting:
+class PendingMove:
     tensor: weakref.ref[Tensor]
     block: StorageBlock
     nbytes: int
-    after: Waiting | None
+    after: PendingMove | None
     done: bool = False
 
 
@@ -36,7 +36,7 @@ class AdversaryLanes:
         self.traffic: dict[LaneName, LaneTraffic] = {lane: LaneTraffic() for lane in LANES}
         self._random = random.Random(seed)
         self._eager = 0.95 * self._random.random()  # how much is done before it must be
-        self._queues: dict[LaneName, deque[Waiting]] = {lane: deque() for lane in LANES}
+        self._queues: dict[LaneName, deque[PendingMove]] = {lane: deque() for lane in LANES}
         self.out_of_order = 0
 
     def prepare(self, nbytes: int) -> None:
@@ -49,8 +49,8 @@ class AdversaryLanes:
         flat_bytes(into).fill_(POISON)
         return self._submit("fetch", into, block, after.handle)
 
-    def _submit(self, lane: LaneName, x: Tensor, block: StorageBlock, after: Waiting | None) -> Move:
-        waiting = Waiting(weakref.ref(x), block, x.nbytes, after)
+    def _submit(self, lane: LaneName, x: Tensor, block: StorageBlock, after: PendingMove | None) -> Move:
+        waiting = PendingMove(weakref.ref(x), block, x.nbytes, after)
         self._queues[lane].append(waiting)
         self.traffic[lane].moved += x.nbytes
         self._chance()
@@ -75,7 +75,7 @@ class AdversaryLanes:
                 self._advance(lane)
 
     def _advance(self, lane: LaneName) -> None:
-        """Do the first move of a lane, and before it what it was told to come after."""
+        """Run the first move of a lane, and before it the move that it depends on."""
         waiting = self._queues[lane][0]
         while waiting.after is not None and not waiting.after.done:
             self._advance("stash")
@@ -95,7 +95,7 @@ class AdversaryLanes:
 
 
 class AdversaryBackend:
-    """Host and disk are slabs of memory, full of NaN until they are written."""
+    """Backend whose host and disk are slabs of memory, full of NaN until they are written."""
 
     def __init__(self, seed: int) -> None:
         self.made = AdversaryLanes(seed)
@@ -111,7 +111,7 @@ class AdversaryBackend:
 
 
 class PoisonedRanges(RangeAllocator):
-    """What a run gives back is full of NaN again."""
+    """Allocator that fills freed ranges with NaN."""
 
     def __init__(self, slab: HostSlab) -> None:
         super().__init__(slab.memory.numel())

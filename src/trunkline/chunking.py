@@ -1,7 +1,7 @@
-"""Boundaries: how a sequence is cut into chunks.
+"""Boundaries of chunks.
 
-A chunk is `chunk_size` consecutive tokens of the *global* sequence and the unit that flows through the machine. Nothing
-has to divide anything: the last chunk is as long as what is left.
+A chunk is `chunk_size` consecutive tokens of the *global* sequence, and the unit of all work. No length has to divide
+another: the last chunk has the remaining tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start … stop - 1` of the sequence, the `index`-th chunk of it, or a rank's part of that chunk.
+    """Chunk of a sequence, tokens `start … stop - 1`, or one rank's part of it.
 
     Attributes:
-        index: which.
-        start: the first token.
-        stop: the one after the last.
-        gap: the first and the one after the last of tokens between that are not in it: other ranks'.
+        index: number of the chunk, from 0.
+        start: first token.
+        stop: token after the last.
+        gap: tokens `gap[0] … gap[1] - 1` between them belong to other ranks; None for no gap.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Chunk:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of consecutive tokens: one, or two around the gap."""
+        """Ranges (start, stop) of consecutive tokens: one, or two around the gap."""
         return ((self.start, self.stop),) if self.gap is None else ((self.start, self.gap[0]), (self.gap[1], self.stop))
 
 
@@ -45,7 +45,7 @@ def split(seq_len: int, chunk_size: int) -> list[Chunk]:
         The chunks in order; all but the last have `chunk_size` tokens.
 
     Raises:
-        ValueError: either number is below 1.
+        ValueError: a number is below 1.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: give a positive number of tokens, or 'auto'.")
@@ -56,17 +56,16 @@ def split(seq_len: int, chunk_size: int) -> list[Chunk]:
 
 
 def zigzag(chunk: Chunk, rank: int, size: int, part: int = 0, parts: int = 1) -> Chunk:
-    """A rank's tokens of a chunk, such that causal attention is as much work for every rank.
+    """Return a rank's tokens of a chunk, such that causal attention is equal work for all ranks.
 
-    The chunk is cut into twice as many slices as there are ranks; the first goes with the last, the second with the
-    last but one, and so on.
+    The chunk is cut into `2 * size` slices; rank r has slice r and slice `2 * size - 1 - r`.
 
     Args:
-        chunk: of a length that 2 x `size` divides, and `size` x `parts`; with one rank `parts` alone.
-        rank: which, of `size`.
-        size: ranks.
-        part: the rank's tokens are cut evenly again, in their order: which of these parts, of `parts`.
-        parts: how many.
+        chunk: a chunk; its length is a multiple of `2 * size` and of `size * parts` (of `parts` alone for one rank).
+        rank: the rank.
+        size: number of ranks.
+        part: which of `parts` equal parts of the rank's tokens, in order.
+        parts: number of parts.
     """
     own = len(chunk) // (size * parts)
     if size == 1:
@@ -82,15 +81,15 @@ def zigzag(chunk: Chunk, rank: int, size: int, part: int = 0, parts: int = 1) ->
 
 
 def spans(start: int, stop: int, limit: int) -> list[tuple[int, int]]:
-    """Cut tokens `start … stop - 1` of keys/values into the spans that one kernel call each takes.
+    """Cut tokens `start … stop - 1` of keys/values into spans, one for each kernel call.
 
     Args:
-        start: the first token to cover.
-        stop: the one after the last; `start` gives no span.
-        limit: most tokens in a span.
+        start: first token.
+        stop: token after the last; equal to `start` it gives no span.
+        limit: most tokens of a span.
 
     Returns:
-        (start, stop) pairs, as equal as whole tokens allow, so that no call is left with a sliver.
+        Pairs (start, stop), of lengths that differ by at most 1: a short last span would waste a kernel call.
     """
     length = stop - start
     count = -(-length // limit)

@@ -14,14 +14,14 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
 
 
 def parse_bytes(setting: str, value: int | str | None) -> int | None:
-    """A number of bytes, given as such or as "24GiB" (1024-based), "24GB" (1000-based).
+    """Parse a number of bytes, given as an integer or as "24GiB" (1024-based), "24GB" (1000-based).
 
     Args:
-        setting: its name, for the message.
-        value: what the user gave; None stays None.
+        setting: name of the setting, for the message.
+        value: value of the setting; None stays None.
 
     Raises:
-        ValueError: it is not a number of bytes.
+        ValueError: the value is not a number of bytes.
     """
     if value is None:
         return None
@@ -35,7 +35,7 @@ def parse_bytes(setting: str, value: int | str | None) -> int | None:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes for people, in 1024-based units."""
+    """Return a number of bytes as text, in 1024-based units."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -1,4 +1,4 @@
-"""Sequences in chunks: what is put in comes out, in order, wherever it rests, and is counted where it rests."""
+"""Chunked sequences: chunks are read as they were stored, in any tier, and their bytes are counted."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def chunk(number: int) -> torch.Tensor:
     st.integers(1, 20), st.integers(0, 7), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2**16),
     st.lists(st.integers(0, 19), max_size=12), st.booleans(),
 )  # fmt: skip
-def test_any_order(
+def test_chunks_are_read_in_any_order(
     count: int, on_device: int, on_host: int, prefetch: int, seed: int, order: list[int], falling: bool
 ) -> None:
-    """Read in any order, also several times; then taken while new ones come into the places that become free."""
+    """Chunks are read in any order, several times; then taken, while new ones use the slots that become free."""
     stores = opened(AdversaryBackend(seed), on_device, on_host, count, prefetch)
     sequence = ChunkedSequence(count, stores, "x")
     for i in range(count):
@@ -60,14 +60,13 @@ def test_any_order(
     assert [float(x[0, 7, 7]) for x in sequence.read(order, take=True)] == [i + 100 for i in order]
     stores.flush_all()
     assert sequence.nbytes == 0
-    assert {account.held for account in stores.tiers.budgets.values()} == {0}
-    for account in stores.tiers.budgets.values():
-        assert account.budget is not None
-        assert account.peak <= account.budget
+    assert {budget.held for budget in stores.tiers.budgets.values()} == {0}
+    for budget in stores.tiers.budgets.values():
+        assert budget.budget is not None
+        assert budget.peak <= budget.budget
 
 
-def test_a_chunk_taken_and_put_back_is_not_read_before_it_is_back() -> None:
-    """What is read ahead stops at a chunk that somebody is still working on."""
+def test_prefetch_stops_at_a_chunk_that_was_taken_and_is_not_stashed_again() -> None:
     stores = opened(AdversaryBackend(0), 0, 20, 20, 4)
     sequence = ChunkedSequence(20, stores, "x")
     for i in range(20):
@@ -80,7 +79,7 @@ def test_a_chunk_taken_and_put_back_is_not_read_before_it_is_back() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_so_many_are_on_the_device_at_a_time(prefetch: int, tmp_path: Path) -> None:
+def test_prefetch_bounds_the_bytes_on_the_device(prefetch: int, tmp_path: Path) -> None:
     stores = opened(CpuBackend(tmp_path), 0, 0, 12, prefetch)
     device, disk = stores.tiers.budgets["device"], stores.tiers.budgets["disk"]
     sequence = ChunkedSequence(12, stores, "x")
@@ -99,10 +98,8 @@ def test_so_many_are_on_the_device_at_a_time(prefetch: int, tmp_path: Path) -> N
     assert all(lane.busy > 0 for lane in traffic.values())
 
 
-def test_chunks_are_fetched_in_turn_and_while_those_on_the_device_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is wanted first is sent for first; what is on the device takes no buffer, and is no reason to wait."""
+def test_keys_and_values_are_fetched_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetches are issued in the order of use, and while chunks on the device are read, which need no buffer."""
     count, on_device, prefetch = 20, 4, 3
     request = StoreRequest(("k", "v"), ((CHUNK,) * count,) * 2, "x", prefetch + 1 + prefetch - 1, 0, True)
     budgets = {"device": 2 * on_device * CHUNK + request.in_flight_bytes("forward"), "host": None, "disk": 2**20}
@@ -132,7 +129,7 @@ def test_chunks_are_fetched_in_turn_and_while_those_on_the_device_are_read(
     assert tiers.budgets["device"].peak <= budgets["device"]
 
 
-def test_form_survives_the_disk(tmp_path: Path) -> None:
+def test_shape_strides_and_dtype_survive_the_disk(tmp_path: Path) -> None:
     """Shape, strides and dtype: kernels then do bitwise the same."""
     stores = opened(CpuBackend(tmp_path), 0, 0, 12, 2)
     sequence = ChunkedSequence(12, stores, "x")
@@ -147,7 +144,7 @@ def test_form_survives_the_disk(tmp_path: Path) -> None:
         assert y.stride() == (x.stride() if x is not wide else (4, 1))
 
 
-def test_dense() -> None:
+def test_dense_copies_only_tensors_with_gaps() -> None:
     x = torch.randn(2, 3, 4, 5)
     for view in (x, x.transpose(1, 2), x.permute(3, 1, 0, 2), x[:1], x[:, :, :, None], torch.randn(1, 1, 5)):
         assert dense(view) is view
@@ -156,7 +153,7 @@ def test_dense() -> None:
         assert torch.equal(dense(view), view)
 
 
-def test_a_run_that_is_forgotten_gives_its_place_back(tmp_path: Path) -> None:
+def test_garbage_collected_stores_release_their_reservation(tmp_path: Path) -> None:
     stores = opened(CpuBackend(tmp_path), 2, 0, 12, 2)
     tiers = stores.tiers
     sequence = ChunkedSequence(12, stores, "x")
@@ -164,11 +161,11 @@ def test_a_run_that_is_forgotten_gives_its_place_back(tmp_path: Path) -> None:
         sequence.stash(i, chunk(i))
     del stores, sequence
     tiers.stats()
-    assert [account.held for account in tiers.budgets.values()] == [0, 0, 0]
+    assert [budget.held for budget in tiers.budgets.values()] == [0, 0, 0]
     assert tiers.storage("disk").ranges.allocated == 0
 
 
-def test_runs_share_a_budget(tmp_path: Path) -> None:
+def test_outstanding_steps_share_a_budget(tmp_path: Path) -> None:
     request = StoreRequest(("x",), ((CHUNK,) * 4,), "x", 1, 1, True)
     tiers = Tiers({"device": 6 * CHUNK, "host": None, "disk": 2_048}, CpuBackend(tmp_path), 1)
     first = Stores(tiers, tiers.place([request]))
@@ -192,7 +189,7 @@ def test_without_budgets_nothing_moves() -> None:
     assert stores.tiers.budgets["device"].held == 2 * CHUNK
 
 
-def test_an_error_in_a_lane_reaches_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_a_lane_is_raised_in_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = opened(CpuBackend(tmp_path), 0, 0, 12, 2)
     sequence = ChunkedSequence(12, stores, "x")
     lanes: Lanes = stores.lanes

@@ -1,4 +1,4 @@
-"""Budgets, allocators, placements and storages."""
+"""Units, budgets, allocator, placement and storages."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from trunkline.units import format_bytes, parse_bytes
     ("given_as", "nbytes"),
     [(0, 0), (7, 7), ("7", 7), ("24GiB", 24 * 2**30), ("24 GB", 24 * 10**9), ("1.5mib", 3 * 2**19), (None, None)],
 )
-def test_bytes(given_as: int | str | None, nbytes: int | None) -> None:
+def test_parse_bytes(given_as: int | str | None, nbytes: int | None) -> None:
     assert parse_bytes("x", given_as) == nbytes
 
 
 @pytest.mark.parametrize("given_as", ["", "GiB", "-1", "0.5", "1.5B", -1, "24 gigs", True, 1.5, "1e9"])
-def test_what_is_no_number_of_bytes(given_as: object) -> None:
+def test_parse_bytes_refuses_other_text(given_as: object) -> None:
     with pytest.raises(ValueError, match="device_budget="):
         parse_bytes("device_budget", given_as)  # type: ignore[arg-type]
 
 
-def test_units() -> None:
+def test_format_bytes() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 3 * 2**29, 5 * 2**40)] == [
         "0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB",
     ]  # fmt: skip
 
 
-def test_an_account_does_not_go_past_its_budget() -> None:
-    account = TierBudget("device", 10)
-    account.acquire(6)
-    account.acquire(4)
-    account.release(5)
-    assert (account.held, account.peak) == (5, 10)
+def test_tier_budget_asserts_its_limit() -> None:
+    budget = TierBudget("device", 10)
+    budget.acquire(6)
+    budget.acquire(4)
+    budget.release(5)
+    assert (budget.held, budget.peak) == (5, 10)
     with pytest.raises(AssertionError):
-        account.acquire(6)
+        budget.acquire(6)
     with pytest.raises(AssertionError):
         TierBudget("device").release(1)
 
@@ -139,7 +139,7 @@ def test_placements_keep_to_their_budgets(
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
-def test_earlier_requests_choose_first_and_what_fits_needs_no_buffers() -> None:
+def test_earlier_requests_stay_on_the_device_and_need_no_buffers() -> None:
     first = StoreRequest(("k", "v"), ((100, 100), (100, 100)), "kv", 3, 3, False)
     second = StoreRequest(("x",), ((512, 512, 100),), "x", 2, 1, False)
     room = {"device": 400 + 2 * 512, "host": 600, "disk": 10_000}
@@ -150,7 +150,7 @@ def test_earlier_requests_choose_first_and_what_fits_needs_no_buffers() -> None:
     assert {tier for places in everything.places.values() for tier, _ in places} == {"device"}
 
 
-def test_what_does_not_fit_is_said_before() -> None:
+def test_placement_names_the_shortfall_and_the_fix() -> None:
     request = StoreRequest(("x",), ((1_000,) * 4,), "x", 2, 2, False)
     with pytest.raises(ValueError, match="use a smaller chunk_size, or raise device_budget"):
         place([request], {"device": 1_999, "host": None, "disk": 10**6})
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_said_before() -> None:
         place([request], {"device": 2_000, "host": None, "disk": None})
 
 
-def test_a_scratch_file_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_scratch_file_leaves_no_file_behind(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, 10_000)
     assert list(tmp_path.iterdir()) == []
     assert stat.S_IMODE(os.fstat(file._descriptor).st_mode) == 0o600
@@ -179,7 +179,7 @@ def test_a_scratch_file_leaves_nothing_behind(tmp_path: Path) -> None:
         os.fstat(descriptor)
 
 
-def test_a_disk_that_gives_back_other_bytes(tmp_path: Path) -> None:
+def test_corrupted_bytes_are_noticed(tmp_path: Path) -> None:
     file = ScratchFile(tmp_path, 10_000)
     block, data = StorageBlock(file, "disk", 0, 100), torch.ones(100, dtype=torch.uint8)
     file.write(block, data)
@@ -191,7 +191,7 @@ def test_a_disk_that_gives_back_other_bytes(tmp_path: Path) -> None:
         file.read(block, torch.empty_like(data))
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ScratchFile(tmp_path, 10_000)
 
     def full(*args: object) -> int:
@@ -204,12 +204,12 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         file.preallocate(0, 2**54)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"offload_dir=.*No such file or directory"):
         ScratchFile(tmp_path / "nowhere", 1)
 
 
-def test_a_slab() -> None:
+def test_host_slab_returns_what_was_written() -> None:
     slab = HostSlab(1_000)
     block, data = StorageBlock(slab, "host", 512, 4), torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
     slab.write(block, data)

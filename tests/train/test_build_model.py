@@ -116,7 +116,7 @@ def test_overrides_reach_the_config_under_either_name():
             {"hiden_size": 3},
             r"model\.overrides\.hiden_size: a llama config has no such field\. Did you mean 'hidden_size'",
         ),
-        ({"hidden_size": "wide"}, r"model\.overrides: .*'hidden_size' expected int.*Mend that field"),
+        ({"hidden_size": "wide"}, r"model\.overrides: .*'hidden_size' expected int.*Correct that field"),
         ({"num_attention_heads": 3}, r"model\.overrides: .*not a multiple of the number of attention heads"),
         ({"rope_scaling": {}}, r"model\.overrides\.rope_scaling: .*no such field"),
         (

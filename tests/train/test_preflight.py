@@ -52,7 +52,7 @@ def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_does_not_fit_stops_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, device=8 * MIB)
     recipe = recipe_of(tmp_path)
-    with pytest.raises(RecipeError, match=r"would hold [\d.]+ MiB in its device tier \(.*optimizer.*7\.7 MiB can be"):
+    with pytest.raises(RecipeError, match=r"would hold [\d.]+ MiB in its device tier \(.*optimizer.*7\.7 MiB is free"):
         train(recipe, Display())
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("run.partial*"))
@@ -62,9 +62,9 @@ def test_fit_is_exact_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """With as much as it says that a step takes it goes on, with one byte less it stops."""
     recipe = recipe_of(tmp_path)
     with_room(monkeypatch)
-    rehearsal = preflight_of(recipe).estimate
-    assert rehearsal is not None
-    wanted = sum(rehearsal.memory["device"].values())
+    estimated = preflight_of(recipe).estimate
+    assert estimated is not None
+    wanted = sum(estimated.memory["device"].values())
     monkeypatch.setattr(module, "_USABLE", 1.0)
     with_room(monkeypatch, device=wanted)
     preflight_of(recipe)
@@ -90,9 +90,9 @@ def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path, monkeypatch: pyt
     assert preflight_of(recipe).recipe.chunk_size == 4_096
     needs = {}
     for chunk in (4_096, 2_048, 1_024):
-        rehearsal = preflight_of(recipe.model_copy(update={"chunk_size": chunk})).estimate
-        assert rehearsal is not None
-        needs[chunk] = sum(rehearsal.memory["device"].values())
+        estimated = preflight_of(recipe.model_copy(update={"chunk_size": chunk})).estimate
+        assert estimated is not None
+        needs[chunk] = sum(estimated.memory["device"].values())
     assert needs[4_096] > needs[2_048] > needs[1_024]
     with_room(monkeypatch, device=int(needs[1_024] / 0.96) + 1_000)
     assert preflight_of(recipe).recipe.chunk_size == 1_024
@@ -109,7 +109,7 @@ def test_auto_takes_the_faster_of_two_sizes_where_speeds_are_known(
     assert found.recipe.chunk_size == 8_192
     assert found.estimate is not None
     assert found.estimate.step is not None
-    record = json.loads(found.record() or "")
+    record = json.loads(found.plan_json() or "")
     assert record["seconds"] == found.estimate.step.seconds
 
 
@@ -120,7 +120,7 @@ def test_each_estimated_chunk_size_is_shown(tmp_path: Path, monkeypatch: pytest.
     with_room(monkeypatch)
     with pytest.raises(RecipeError, match="does not fit"):
         preflight(recipe, build_config(recipe, load_encoder(tokenizer_spec(recipe))), World(), CPU, seen.append)
-    assert seen == [f"rehearsing a step in chunks of {size}" for size in ("4,096", "2,048")]  # 512 chunks at most
+    assert seen == [f"estimating a step in chunks of {size}" for size in ("4,096", "2,048")]  # 512 chunks at most
 
 
 def test_memory_is_estimated_before_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +143,9 @@ def test_model_that_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pyt
     """Each process of a job that cuts parameters builds all of them first."""
     recipe = recipe_of(tmp_path, ranks={"offload": True})
     with_room(monkeypatch)
-    rehearsal = preflight_of(recipe).estimate
-    assert rehearsal is not None
-    whole = rehearsal.memory["host"]["parameters"]
+    estimated = preflight_of(recipe).estimate
+    assert estimated is not None
+    whole = estimated.memory["host"]["parameters"]
     monkeypatch.setattr(module, "_USABLE", 1.0)
     with_room(monkeypatch, host=whole - 1)
     with pytest.raises(RecipeError, match="cannot load its model: each process builds it whole in host memory"):
@@ -155,11 +155,11 @@ def test_model_that_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pyt
 def test_whole_host_budget_counts_as_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where host memory is no device it is the budget that has to fit, not what of it is used."""
     monkeypatch.setattr(module, "_USABLE", 1.0)
-    rehearsal = Estimate({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
+    estimated = Estimate({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
     free = {"device": 0, "host": 9 * MIB}
-    module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="8MiB"), rehearsal, free, 512)
+    module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="8MiB"), estimated, free, 512)
     with pytest.raises(RecipeError, match=r"hold 10\.0 MiB in its host tier \(the rest of host_budget 6\.0 MiB"):
-        module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="9MiB"), rehearsal, free, 512)
+        module._check(recipe_of(tmp_path, device_budget="1MiB", host_budget="9MiB"), estimated, free, 512)
 
 
 def test_a_run_writes_its_plan_and_keeps_to_it(tmp_path: Path) -> None:

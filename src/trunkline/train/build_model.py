@@ -1,7 +1,7 @@
-"""The model a recipe asks for: from a preset with fresh weights, or from a local Hugging Face folder.
+"""Model of a recipe: fresh weights of a preset, or a local Hugging Face folder.
 
-Every rule about lengths is checked here, before anything is trained: a context beyond the positions a model was made
-for is an error, never a silent extrapolation.
+All limits of lengths are checked here, before training: a context longer than the positions of a model is an error,
+never a silent extrapolation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def tokenizer_spec(recipe: Recipe) -> str:
-    """Return what to load as tokenizer: the setting, else the model folder's own, else bytes.
+    """Return the tokenizer to load: the setting, else the one of the model folder, else bytes.
 
     Raises:
         RecipeError: `model.path` is no model folder.
@@ -47,17 +47,17 @@ def tokenizer_spec(recipe: Recipe) -> str:
 
 
 def build_config(recipe: Recipe, encoder: Encoder) -> Any:
-    """Make the Hugging Face config of the recipe's model, checked against context and tokenizer.
+    """Build the Hugging Face config of the recipe's model, checked against context and tokenizer.
 
     Args:
-        recipe: The recipe.
-        encoder: Its tokenizer; fresh models take vocabulary and special ids from it.
+        recipe: the recipe.
+        encoder: its tokenizer; fresh models take vocabulary and special ids from it.
 
     Returns:
         A `PretrainedConfig`.
 
     Raises:
-        RecipeError: No model folder, an override that the config does not have, positions or vocabulary too small.
+        RecipeError: no model folder, an override that the config does not have, positions or vocabulary too small.
     """
     config = _fresh_config(recipe, encoder) if recipe.model.preset is not None else _stored_config(recipe)
     _check_positions(config, recipe)
@@ -71,18 +71,18 @@ def build_config(recipe: Recipe, encoder: Encoder) -> Any:
 
 
 def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
-    """Make the model on its device, in training mode, from fresh or stored weights.
+    """Build the model on its device, in training mode, from fresh or stored weights.
 
     Args:
-        recipe: The recipe.
-        config: From `build_config`.
-        device: Where parameters live.
+        recipe: the recipe.
+        config: config of `build_config`.
+        device: device of the parameters.
 
     Returns:
         A Hugging Face causal language model in `model.dtype`.
 
     Raises:
-        RecipeError: The folder's weights are missing or do not fit the config.
+        RecipeError: the folder's weights are missing or do not fit the config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -174,7 +174,7 @@ def _model_folder(path: str) -> Path:
 
 
 def _override(config: Any, overrides: dict[str, Any]) -> Any:
-    """Replace config fields by rebuilding the config, so that what its class derives from them is derived anew."""
+    """Return a new config with fields replaced, so that its class derives dependent fields again."""
     if not overrides:
         return config
     fields = config.to_dict()
@@ -194,11 +194,11 @@ def _override(config: Any, overrides: dict[str, Any]) -> Any:
     try:
         return type(config).from_dict({**fields, **changed})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.overrides: {_last_line(error)} Mend that field of model.overrides.") from error
+        raise RecipeError(f"model.overrides: {_last_line(error)} Correct that field of model.overrides.") from error
 
 
 def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """Lay new rope settings over the old: left out, the base and the original length would silently become defaults."""
+    """Merge new rope settings into the old: base and original length would become defaults otherwise."""
     merged = {**(fields.get("rope_parameters") or {}), **changed}
     if merged.get("rope_type", "default") != "default":
         merged.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
@@ -215,16 +215,16 @@ def _check_positions(config: Any, recipe: Recipe) -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or recipe.context <= positions:
         return
-    mend = f"Set context to {positions} or less"
+    fix = f"Set context to {positions} or less"
     if hasattr(config.get_text_config(), "rope_parameters"):
-        mend += (
+        fix += (
             f", or set model.overrides.max_position_embeddings to {recipe.context} (and "
             "model.overrides.rope_parameters, "
             "for example {rope_type: yarn, factor: 4.0}, to scale the rotary positions); both are saved with the model"
         )
     raise RecipeError(
         f"context: {recipe.context:,} tokens (global) is more than the {positions:,} positions this model is made for. "
-        f"{mend}."
+        f"{fix}."
     )
 
 

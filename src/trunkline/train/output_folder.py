@@ -1,4 +1,4 @@
-"""The output folder: complete or not there at all.
+"""Output folder of a run: complete, or absent.
 
 A run works in a sibling folder of its own, `<output>.partial-<pid>`, where `metrics.jsonl` can be followed. At the end
 the model is saved there and the folder is renamed into place. A run that stops before its first step leaves nothing;
@@ -29,13 +29,13 @@ EVALUATIONS, EVALUATION = "evaluations.jsonl", "evaluation"
 
 
 class OutputFolder:
-    """Context manager around one run's output.
+    """Output of one run, as a context manager.
 
     Args:
-        recipe: Gives `output` and `overwrite`; is written beside the model.
+        recipe: recipe of the run, with `output` and `overwrite`; it is written beside the model.
 
     Raises:
-        RecipeError: The folder exists and may not be replaced, or its parent cannot be written.
+        RecipeError: the folder exists and may not be replaced, or its parent cannot be written.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -69,30 +69,30 @@ class OutputFolder:
         self.num_steps += 1
 
     def write_evaluation(self, record: JsonLine, evaluation: Evaluation) -> list[str]:
-        """Append a line to `evaluations.jsonl`, and write the whole into `evaluation/`, over the one before.
+        """Append a line to `evaluations.jsonl`, and replace the results in `evaluation/`.
 
         Returns:
-            What was left out, and how it would not be.
+            Notes on files that were left out, with the fix.
         """
         assert self._evaluations is not None
         self._evaluations.write(record)
         return write_evaluation(evaluation, self.partial / EVALUATION).notes
 
     def write_plan(self, plan: str) -> None:
-        """Write what was expected of a step."""
+        """Write `plan.json`, the estimate of a step."""
         (self.partial / PLAN).write_text(plan, encoding="utf-8")
 
     def write_timeline(self, timeline: Timeline) -> None:
-        """Write one step over time."""
+        """Write `timeline.json`."""
         (self.partial / TIMELINE).write_text(timeline.to_json(), encoding="utf-8")
 
     def finish(self, model: nn.Module, tokenizer: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model, tokenizer and resolved recipe, and put the folder in place.
 
         Args:
-            model: A Hugging Face model.
-            tokenizer: Its tokenizer.
-            state_dict: All its parameters, where it is spread over processes.
+            model: a Hugging Face model.
+            tokenizer: its tokenizer.
+            state_dict: all its parameters, if it is sharded over processes.
         """
         self._close()
         model.save_pretrained(self.partial / MODEL, state_dict=state_dict)  # type: ignore[operator]
@@ -100,7 +100,7 @@ class OutputFolder:
         (self.partial / RECIPE).write_text(
             dump_recipe(self.recipe.model_copy(update={"overwrite": False})), encoding="utf-8"
         )
-        # Looked at again: hours may have passed since the start.
+        # Checked again: hours have passed since the start.
         check_output(self.path, overwrite=self.recipe.overwrite)
         replace_dir(self.partial, self.path)
 
@@ -128,11 +128,11 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it is empty, or is an earlier run's and may be replaced.
 
     Args:
-        path: The output folder.
-        overwrite: Whether an earlier run may be replaced.
+        path: output folder.
+        overwrite: whether an earlier run may be replaced.
 
     Raises:
-        RecipeError: With the mend.
+        RecipeError: the folder may not be used; the text has the fix.
     """
     if not path.exists():
         return

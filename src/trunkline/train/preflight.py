@@ -1,4 +1,4 @@
-"""Before step 1: whether the run fits this machine, and which chunks to take where the recipe leaves that open."""
+"""Preflight: before the first step, check that the run fits this machine, and choose the chunk size of `auto`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from trunkline.train.world import World
 from trunkline.units import format_bytes, parse_bytes
 from trunkline.utils.host_limits import free_bytes
 
-_USABLE = 0.96  # of what is free: an allocator cannot use every block
-_SMALLEST = 256  # tokens of a chunk that nobody asked for
-_MOST_CHUNKS = 4 * MOST_CHUNKS  # that nobody asked for: to rehearse more takes minutes
+_USABLE = 0.96  # share of free memory: an allocator cannot use every block
+_SMALLEST = 256  # tokens: the least chunk size that auto tries
+_MOST_CHUNKS = 4 * MOST_CHUNKS  # of auto: an estimate of more takes minutes
 
-Told = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PreflightResult:
-    """What is known before a run.
+    """Result of the preflight.
 
     Attributes:
-        recipe: with the size of chunks that was chosen.
-        rehearsal: of a step of it; None where it was not this process that rehearsed, or nothing could be.
-        hardware: of this machine; None where there is no profile of it.
-        before: bytes of the device tier that this process held when it rehearsed, by what they are.
-        note: for the user; empty for none.
+        recipe: recipe with the chosen chunk size.
+        estimate: estimate of a step; None on ranks other than 0, and where none can be made.
+        hardware: profile of this machine; None where there is none.
+        before: bytes that the process held before, by holder.
+        note: note for the user; empty for none.
     """
 
     recipe: Recipe
@@ -52,48 +52,48 @@ class PreflightResult:
     before: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
-    def record(self) -> str | None:
-        """`plan.json` of a run, which `trunkline report` compares with what came; None without a rehearsal."""
+    def plan_json(self) -> str | None:
+        """Return the text of `plan.json`, which `trunkline report` compares with the run; None without an estimate."""
         if self.estimate is None:
             return None
         step = self.estimate.step
         holders = {**self.estimate.memory, "device": {**self.estimate.memory["device"], **self.before}}
-        found: dict[str, Any] = {
+        plan: dict[str, Any] = {
             "hardware": "this machine" if self.hardware is None else self.hardware.title,
             "peaks": {tier: sum(parts.values()) for tier, parts in holders.items()},
             "holders": holders,
             "moved": self.estimate.moved,
         }
         if step is not None:
-            found |= {"seconds": step.seconds, "tokens_per_second": step.tokens_per_second * step.devices,
+            plan |= {"seconds": step.seconds, "tokens_per_second": step.tokens_per_second * step.devices,
                       "mfu": step.mfu, "mfu_recompute_counted": step.hardware_utilisation,
                       "exposed": step.exposed}  # fmt: skip
-        return json.dumps(found, indent=1) + "\n"
+        return json.dumps(plan, indent=1) + "\n"
 
 
 def preflight(
-    recipe: Recipe, config: Any, world: World, device: torch.device, tell: Told = lambda _: None
+    recipe: Recipe, config: Any, world: World, device: torch.device, notify: Notify = lambda _: None
 ) -> PreflightResult:
-    """Rehearse a step, on rank 0, and stop a run that cannot fit.
+    """Estimate a step, on rank 0, and stop a run that cannot fit.
 
     Args:
-        recipe: of the run.
-        config: of its model.
+        recipe: recipe of the run.
+        config: config of its model.
         world: processes of the run, all of which call this.
-        device: of this process.
-        tell: told what is rehearsed, where more than one size of chunks is.
+        device: device of this process.
+        notify: called with a line for each chunk size, where several are tried.
 
     Raises:
-        RecipeError: it does not fit; the text says where, by how much, and what would mend it.
+        RecipeError: it does not fit; the text names the tier, the shortfall and the fix.
     """
     if world.parallel_dims.tp > 1:
-        note = "note: tensor parallelism is rehearsed by `trunkline plan` only: memory is not checked beforehand."
+        note = "note: with tensor parallelism the preflight does not check memory: `trunkline plan` does."
         chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
         return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=note)
     found = None
     if world.is_main:
         try:
-            found = _rehearsed(recipe, config, world, device, tell)
+            found = _estimate_sizes(recipe, config, world, device, notify)
         except UnsupportedModelError as error:  # what cannot be streamed either is refused by stream(), with the reason
             chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
             found = PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
@@ -104,7 +104,7 @@ def preflight(
     return found or PreflightResult(recipe.model_copy(update={"chunk_size": chunk}))
 
 
-def _rehearsed(recipe: Recipe, config: Any, world: World, device: torch.device, tell: Told) -> PreflightResult:
+def _estimate_sizes(recipe: Recipe, config: Any, world: World, device: torch.device, notify: Notify) -> PreflightResult:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
     meta_model = MetaModel.from_model(model.train())
@@ -116,7 +116,7 @@ def _rehearsed(recipe: Recipe, config: Any, world: World, device: torch.device, 
     sizes = _sizes(recipe, device, timed=hardware is not None)
     for chunk in sizes:
         if len(sizes) > 1:
-            tell(f"rehearsing a step in chunks of {chunk:,}")
+            notify(f"estimating a step in chunks of {chunk:,}")
         try:
             if len(sizes) > 1 and hardware is not None:  # bytes are found out sooner than seconds
                 _check(recipe, _step(recipe, meta_model, world, device, None, chunk), free, chunk)
@@ -140,12 +140,12 @@ def _rehearsed(recipe: Recipe, config: Any, world: World, device: torch.device, 
     return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
 
 
-def _seconds(rehearsal: Estimate) -> float:
-    return 0.0 if rehearsal.step is None else rehearsal.step.seconds
+def _seconds(estimated: Estimate) -> float:
+    return 0.0 if estimated.step is None else estimated.step.seconds
 
 
 def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
-    """Sizes of chunks to try: the recipe's, or those that a device likes, the likeliest first."""
+    """Return the chunk sizes to try: the recipe's, or for auto those that suit the device, the likeliest first."""
     if recipe.chunk_size != "auto":
         return [recipe.chunk_size]
     usual = StreamConfig().chunk_tokens(device)
@@ -159,12 +159,12 @@ def _step(
     recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     try:
-        return _rehearsed_step(recipe, meta_model, world, device, hardware, chunk)
+        return _estimate_step(recipe, meta_model, world, device, hardware, chunk)
     except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
-        return _rehearsed_step(recipe, meta_model, world, device, None, chunk)
+        return _estimate_step(recipe, meta_model, world, device, None, chunk)
 
 
-def _rehearsed_step(
+def _estimate_step(
     recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
@@ -183,7 +183,7 @@ def _rehearsed_step(
 
 
 def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: dict[str, int]) -> None:
-    """Compare what a process takes to build the model with what is free.
+    """Refuse a model that a process cannot build in free memory.
 
     Raises:
         RecipeError: it takes more.
@@ -199,24 +199,24 @@ def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: di
     if wanted > room:
         masters = "optimizer.fp32_master false (half of it), " if recipe.optimizer.fp32_master else ""
         raise RecipeError(
-            "this run cannot load its model: each process builds it whole in host memory before ranks.zero cuts it, "
-            f"which takes {format_bytes(wanted)}, and {format_bytes(room)} can be had. Use {masters}fewer processes on "
-            "this machine, or one with more memory (preflight: false in the recipe goes on all the same)."
+            "this run cannot load its model: each process builds it whole in host memory before ranks.zero shards it, "
+            f"which takes {format_bytes(wanted)}, and {format_bytes(room)} is free. Use {masters}fewer processes on "
+            "this machine, or one with more memory (preflight: false in the recipe skips this check)."
         )
 
 
-def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int) -> None:
-    """Compare a step with what is free.
+def _check(recipe: Recipe, estimated: Estimate, free: dict[str, int], chunk: int) -> None:
+    """Refuse a step that takes more than is free.
 
     Raises:
         RecipeError: it takes more.
     """
-    memory = {tier: Counter(parts) for tier, parts in rehearsal.memory.items()}
+    memory = {tier: Counter(parts) for tier, parts in estimated.memory.items()}
     if "host" not in free:  # it is the device
         memory["device"].update(memory.pop("host"))
     elif recipe.host_budget is not None:  # pinned whole, whatever of it is used
         budget = parse_bytes("host_budget", recipe.host_budget) or 0
-        memory["host"]["the rest of host_budget"] += max(budget - rehearsal.peaks["host"], 0)
+        memory["host"]["the rest of host_budget"] += max(budget - estimated.peaks["host"], 0)
     for tier, parts in memory.items():
         wanted, room = parts.total(), free.get(tier, 0) * _USABLE
         if wanted <= room:
@@ -224,13 +224,13 @@ def _check(recipe: Recipe, rehearsal: Estimate, free: dict[str, int], chunk: int
         held = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.most_common(4))
         smaller = f"chunk_size below {chunk:,}, " if chunk > _SMALLEST else ""
         budgets = "a device_budget with host_budget or disk" if recipe.device_budget is None else "smaller budgets"
-        mends = {
+        fixes = {
             "device": f"{smaller}keep [], {budgets}, optimizer.fp32_master false, or more processes (ranks)",
             "host": "a smaller host_budget with disk, checkpoint_every 4, or a shorter context",
             "disk": "another disk, checkpoint_every 4, keep [], or a shorter context",
         }
         raise RecipeError(
             f"this run does not fit: at its peak a process would hold {format_bytes(wanted)} in its {tier} tier "
-            f"({held}), and {format_bytes(int(room))} can be had. Use {mends[tier]}; `trunkline plan` finds settings "
-            "that fit (preflight: false in the recipe goes on all the same)."
+            f"({held}), and {format_bytes(int(room))} is free. Use {fixes[tier]}; `trunkline plan` finds settings "
+            "that fit (preflight: false in the recipe skips this check)."
         )

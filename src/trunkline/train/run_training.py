@@ -1,4 +1,4 @@
-"""One training run from recipe to output folder, in the order that finds mistakes before it costs time."""
+"""Training run from recipe to output folder. Its order finds mistakes before they cost time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from trunkline.train.world import RankLog, World, expected_seconds
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves.
+    """Result of a run.
 
     Attributes:
-        output: The output folder.
-        steps: The records of all steps.
-        cut: What of the data was used.
-        evaluations: What was found on the way.
+        output: output folder.
+        steps: metrics of all steps.
+        cut: report of the data used.
+        evaluations: records of the evaluations during the run.
     """
 
     output: Path
@@ -50,19 +50,19 @@ def train(recipe: Recipe, display: Display, world: World | None = None, log: Ran
     """Train by a recipe and write its output folder.
 
     Args:
-        recipe: The settings.
-        display: Told what happens.
+        recipe: settings.
+        display: display of the run.
         world: processes of the run, all of which call this; None for this one alone.
-        log: What `display` writes to, where this is not the process that shows the run.
+        log: output of `display` on a rank other than 0.
 
     Returns:
-        Where the result is, and how it went.
+        The output folder, and the metrics of all steps.
 
     Raises:
-        ValueError: Something in recipe, data or model folder is wrong; the text names the setting and the mend, and
-            nothing was written.
-        TrainingDivergedError: Loss or gradient became non-finite.
-        RankError: Another process of the run has failed.
+        ValueError: recipe, data or model folder is wrong; the text names the setting and the fix, and nothing was
+            written.
+        TrainingDivergedError: loss or gradient became non-finite.
+        RankError: another process of the run failed.
     """
     world = world or World()
     with contextlib.nullcontext() if world.mesh is None else failure.guard():
@@ -89,7 +89,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
     clock = PartTimer(device)
     recorder = None
     if world.is_main:
-        # The second step, since much is made and loaded in the first.
+        # The second step: the first one also allocates memory and loads kernels.
         recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1),
                                 title=_title(recipe, device, world), devices=world.world_size)  # fmt: skip
     trunkline.stream(model, **recipe.stream_settings, mesh=world.mesh, progress=ProgressHook(clock, display, recorder))
@@ -111,7 +111,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
         folder = world.share_folder(None if output is None else output.partial)
         if log is not None:
             log.open(folder / LOGS / f"rank-{world.rank}.log")
-        if output is not None and (plan := ready.record()) is not None:
+        if output is not None and (plan := ready.plan_json()) is not None:
             output.write_plan(plan)
         torch.manual_seed(recipe.seed)
         display.begin(info)
@@ -135,7 +135,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
         finally:
             display.end()
         trunkline.unstream(model)
-        world.allow_long_waits()  # saving takes as long as the disk does
+        world.allow_long_waits()  # for saving
         saved, state_dict = world.gather_model(model, getattr(torch, recipe.model.dtype))
         if output is not None:
             output.finish(saved, encoder.tokenizer, state_dict)
@@ -146,27 +146,27 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
 def _model(
     recipe: Recipe, config: Any, device: torch.device, world: World, display: Display
 ) -> tuple[nn.Module, int | None, float]:
-    """Make the model and spread it over the processes; its FLOPs for one sample, and the share of attention in them."""
+    """Build the model and shard it over the processes; return it, its FLOPs a sample, and attention's share of them."""
     ranks, parallel_dims, dtype = recipe.ranks, world.parallel_dims, recipe.model.dtype
-    cut = bool(ranks.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or ranks.offload)
-    # Where parameters are cut the shards are the float32 masters, and what is gathered is rounded.
-    masters = cut and dtype != "float32" and recipe.optimizer.fp32_master
-    wide = recipe
+    sharded = bool(ranks.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or ranks.offload)
+    # With sharding, the shards are the float32 masters; gathering them rounds to the model's dtype.
+    masters = sharded and dtype != "float32" and recipe.optimizer.fp32_master
+    wide = recipe  # with the dtype of the masters
     if masters:
         wide = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "float32"})})
-    # A whole model need not fit on a device of which it takes a share.
-    model = build_model(wide, config, torch.device("cpu") if cut or parallel_dims.tp > 1 else device)
+    # A model that is sharded later need not fit on one device: build it in host memory.
+    model = build_model(wide, config, torch.device("cpu") if sharded or parallel_dims.tp > 1 else device)
     flops = _flops(model, recipe.context, display)
     attention_share = 0.5 if flops is None else attention_flops(model, seq_len=recipe.context) / flops
     if world.mesh is None:
         return model, flops, attention_share
-    world.barrier()  # loading takes as long as the disk does
+    world.barrier()  # ranks load at the speed of their disks: meet before the timeout is shortened
     if flops is not None:
         per_rank = flops * recipe.batch_size * recipe.gradient_accumulation // world.world_size
         world.expect_step_seconds(expected_seconds(per_rank, device, getattr(torch, dtype)))
-    if cut or parallel_dims.tp > 1:
+    if sharded or parallel_dims.tp > 1:
         param_dtype = getattr(torch, dtype) if masters else None
-        trunkline.shard(model, world.mesh, zero=ranks.zero, param_dtype=param_dtype, offload=ranks.offload and cut)
+        trunkline.shard(model, world.mesh, zero=ranks.zero, param_dtype=param_dtype, offload=ranks.offload and sharded)
     return model, flops, attention_share
 
 
@@ -200,7 +200,7 @@ def _headline(recipe: Recipe, model: nn.Module, device: torch.device, cut: CutRe
 
 
 def _title(recipe: Recipe, device: torch.device, world: World) -> str:
-    """What a step of the run is, in a line."""
+    """Return the title of the recorded step's timeline."""
     name = recipe.model.preset or Path(recipe.model.path or "").name
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     chunk = trunkline.StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
@@ -209,7 +209,7 @@ def _title(recipe: Recipe, device: torch.device, world: World) -> str:
 
 
 def count_text(count: int) -> str:
-    """A number for people: 377.73K, 8.03B."""
+    """Return a count as 377.73K or 8.03B."""
     for suffix, unit in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= unit:
             return f"{count / unit:.2f}{suffix}"

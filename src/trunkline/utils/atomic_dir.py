@@ -1,4 +1,4 @@
-"""A folder that is whole or not there: written beside its place, then put there."""
+"""Atomic folders: written under another name, then renamed, so that a folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 
 def replace_dir(partial: Path, folder: Path) -> None:
-    """Put a folder in its place; what was there stays until the new one is, and comes back if that fails.
+    """Rename a folder to its final name. A folder of that name is replaced, and restored if the rename fails.
 
     Args:
-        partial: what was written, beside the place.
-        folder: the place.
+        partial: complete folder on the same disk.
+        folder: final name.
     """
     if not folder.exists():
         partial.rename(folder)

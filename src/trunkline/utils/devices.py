@@ -1,4 +1,4 @@
-"""Which device a name means."""
+"""Device names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def parse_device(name: str) -> torch.device:
-    """The device of a name: `auto` for CUDA where there is one, `cpu`, `cuda` or `cuda:N`.
+    """Return the device of a name: `auto` (CUDA if there is one), `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        ValueError: it is none of these, or not there.
+        ValueError: the name is none of these, or there is no such device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
