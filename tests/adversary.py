@@ -1,7 +1,8 @@
 """Adversarial lanes: they run every move as late, and in as strange an order, as the stated order allows.
 
 A move waits in its lane until compute finishes it, or until chance runs it; lanes overtake each other wherever no
-dependency forbids it. Memory that is not written yet is full of NaN, and so is a stashed tensor that was freed too early.
+dependency forbids it. Memory that is not written yet is full of NaN, and so is a stashed tensor that was freed too
+early.
 """
 
 from __future__ import annotations

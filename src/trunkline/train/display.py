@@ -181,8 +181,9 @@ class PlainDisplay(Display):
         return max(0.0, self._header.steps - step) * typical + evaluations * evaluation
 
     def _print(self, text: str, style: str = "") -> None:
-        # No wrapping and no markup: programs read these lines, too.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+        # No wrapping except on a terminal, and no markup: programs read these lines, too.
+        wraps = self._console.is_terminal
+        self._console.print(text, markup=False, highlight=False, soft_wrap=not wraps, style=style)
 
 
 class LiveDisplay(PlainDisplay):
