@@ -216,3 +216,14 @@ def test_host_slab_returns_what_was_written() -> None:
     into = torch.empty_like(data)
     slab.read(block, into)
     assert torch.equal(into, data)
+
+
+def test_requests_share_buffers_within_a_group_only() -> None:
+    def requests(second_group: str) -> list[StoreRequest]:
+        sizes = ((1_000,) * 4,)
+        return [StoreRequest((name,), sizes, group, 2, 2, False) for name, group in (("x", "x"), ("y", second_group))]
+
+    room = {"device": 3_999, "host": None, "disk": 10**6}
+    assert place(requests("x"), room).transient <= 3_999
+    with pytest.raises(ValueError, match=r"the chunks in flight take 3\.9 KiB"):
+        place(requests("y"), room)
