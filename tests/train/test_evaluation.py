@@ -278,7 +278,6 @@ def test_live_display_shows_evaluations() -> None:
     assert "needle 16K  4 of 10" in during
     assert "sweep" not in during
     assert "sweep" in after
-    assert display._estimate is not None
-    assert display._estimate.fraction == 0.0  # an evaluation's sweep is not the step's
+    assert display._step_progress.fraction == 0.0  # an evaluation's sweep is not the step's
     assert "needle 75.0%  effective 4K" in after
     assert "after step 2" in after
