@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from trunkline.offload.backends import CpuBackend
 from trunkline.offload.chunked_sequence import ChunkedSequence, dense, prefetch_more, read_next
 from trunkline.offload.lanes.base import Lanes, Move
+from trunkline.offload.lanes.thread import ThreadLanes
 from trunkline.offload.placement import StoreRequest
-from trunkline.offload.storage import StorageBlock
+from trunkline.offload.storage import HostSlab, StorageBlock
 from trunkline.offload.stores import Backend, Stores, Tiers, resident_stores
 
 CHUNK = 64 * 4  # bytes
@@ -198,3 +201,21 @@ def test_error_in_a_lane_is_raised_in_compute(tmp_path: Path, monkeypatch: pytes
     sequence.stash(0, chunk(0))
     with pytest.raises(RuntimeError, match="No space left"):
         sequence.stash(1, chunk(1))
+
+
+def test_fetch_waits_for_the_stash_of_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab, lanes, x = HostSlab(512), ThreadLanes(), torch.arange(16.0)
+    may_write, write = threading.Event(), slab.write
+
+    def write_late(block: StorageBlock, data: torch.Tensor) -> None:
+        may_write.wait(10)
+        write(block, data)
+
+    monkeypatch.setattr(slab, "write", write_late)
+    block, into = StorageBlock(slab, "host", 0, x.nbytes), torch.zeros(16)
+    slab.memory.zero_()
+    move = lanes.fetch(block, into, lanes.stash(x, block))
+    time.sleep(0.05)
+    may_write.set()
+    lanes.finish(move)
+    assert torch.equal(into, x)
