@@ -276,7 +276,8 @@ def _add_phase_legend(figure: Figure, phases: Sequence[Phase]) -> None:
     shown = {phase.name for phase in phases}
     if shown:
         keys = [Patch(color=_COLOUR[c], alpha=0.7, label=name) for name, c in _PHASE_COLOURS.items() if name in shown]
-        figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), handlelength=1, handleheight=1,
+        across = 3 if figure.get_figwidth() < _WIDE / 72 else len(keys)
+        figure.legend(handles=keys, loc="outside upper left", ncols=across, handlelength=1, handleheight=1,
                       columnspacing=1.2, handletextpad=0.5)  # fmt: skip
 
 
@@ -301,8 +302,14 @@ def _draw_holders(step: Timeline, held: Mapping[str, Mapping[str, int]], width: 
             axes.barh(row + 0.6, 0.62, 0.3, color=_COLOUR["rule"])
             axes.barh(row + 0.6, 0.62 * nbytes / total, 0.3, color=_COLOUR["grey" if is_free else "blue"])
             axes.text(0, row + 0.36, name, va="bottom")
-            percent = "" if is_free else f", {nbytes / occupied:.0%}"
-            axes.text(0.65, row + 0.6, f"{bytes_text(nbytes)}{percent}", va="center", color=_COLOUR["soft"])
+            share = f"{nbytes / occupied:.0%}" if nbytes >= 0.01 * occupied else "<1%"
+            axes.text(
+                0.65,
+                row + 0.6,
+                bytes_text(nbytes) if is_free else f"{bytes_text(nbytes)}, {share}",
+                va="center",
+                color=_COLOUR["soft"],
+            )
     return figure
 
 
