@@ -36,7 +36,7 @@ CASES = {
 
 @pytest.fixture(params=CASES, scope="module")
 def step_estimate(request, model):
-    settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamWSpec(), "drawn": True}
+    settings = {"hardware": "h200", "chunk_size": 2048, "optimizer": AdamWSpec(), "timeline": True}
     return estimate(model, SEQ_LEN, **settings, **CASES[request.param])
 
 
@@ -119,6 +119,6 @@ def test_capacity_of_a_device_and_its_share_of_the_host():
 
 
 def test_an_estimate_without_time_or_timeline_is_refused(model):
-    for settings in ({"drawn": True}, {"hardware": "h200"}):
-        with pytest.raises(ValueError, match="drawn=True"):
+    for settings in ({"timeline": True}, {"hardware": "h200"}):
+        with pytest.raises(ValueError, match="timeline=True"):
             timeline_of(estimate(model, 4096, chunk_size=2048, **settings), "a step", {})
