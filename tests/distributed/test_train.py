@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed.processes import outcomes, run, start
 from trunkline.cli import app
-from trunkline.train import job
+from trunkline.train import world
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, load_recipe
 
@@ -129,7 +129,7 @@ def test_mistake_is_reported_by_one_rank(changes: dict[str, Any], says: str, tmp
 def test_one_process_is_refused_with_the_torchrun_command(tmp_path: Path) -> None:
     settings = yaml.safe_load(recipe(tmp_path, ranks={"sp": 2}).read_text())
     with pytest.raises(RecipeError, match="torchrun --nproc-per-node 2 -m trunkline train"):
-        job.join(Recipe.model_validate(settings))
+        world.join(Recipe.model_validate(settings))
 
 
 def timeouts(seconds: float) -> list[float]:
@@ -137,9 +137,9 @@ def timeouts(seconds: float) -> list[float]:
     from trunkline.distributed.mesh import parallel_dims_of
 
     mesh = trunkline.init_mesh(sp=2)
-    job.Job(mesh, parallel_dims_of(mesh)).expect(seconds)
+    world.World(mesh, parallel_dims_of(mesh)).expect_step_seconds(seconds)
     device = torch.device("cpu")
-    groups = job._groups(mesh)
+    groups = world._groups(mesh)
     return [group._get_backend(device).options._timeout.total_seconds() for group in groups]
 
 
