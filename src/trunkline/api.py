@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from trunkline.config import StreamConfig, StreamSettings, resolve_config
 from trunkline.engine.decoder import ParameterStore
-from trunkline.engine.ranks import Ranks, SingleRank
+from trunkline.engine.ranks import Ranks
 from trunkline.forward import StreamedForward
 from trunkline.hf import probe
 from trunkline.hf.decoder import HuggingFaceDecoder
@@ -107,7 +107,7 @@ def _ranks_and_sharding(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple
     if mesh is None:
         if any(isinstance(m, FSDPModule) for m in base.modules()):
             raise ValueError("this model is sharded over ranks: give stream() the mesh, too.")
-        return SingleRank(), None
+        return Ranks(), None
     from trunkline.distributed.fsdp import sharding_of
     from trunkline.distributed.mesh_ranks import MeshRanks
 

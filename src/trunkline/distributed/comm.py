@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +18,8 @@ from trunkline.offload.lanes.base import LaneTraffic
 # PyTorch 2.13 renamed these; it warns under the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 
 def gather_small(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -38,32 +41,45 @@ def join_rows(parts: Tensor, shape: Sequence[int]) -> Tensor:
     return parts.reshape(size, *shape).permute(1, 2, 0, 3, 4).reshape(batch, heads, size * length, dim)
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """Collectives of a group of ranks, real or simulated.
 
-    Attributes:
+    Args:
         size: number of ranks.
         rank: index of this rank.
+        traffic: counters; every collective adds the bytes that this rank sends.
     """
 
-    size: int
-    rank: int
+    def __init__(self, size: int, rank: int, traffic: LaneTraffic) -> None:
+        self.size, self.rank, self.traffic = size, rank, traffic
 
     def all_to_all(self, parts: Tensor) -> Pending[Tensor]:
         """Start to send one part of (size, n) to each rank; the result is one part from each rank, (size, n)."""
-        ...
+        return self._send("all_to_all", parts.new_empty(parts.shape), parts, self._others_part(parts))
 
     def all_gather(self, part: Tensor) -> Pending[Tensor]:
         """Start to gather a part of any shape from every rank; the result is (size, *shape)."""
-        ...
+        return self._send("all_gather", part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1))
 
     def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
         """Start to sum parts (size, n) over ranks; the result is this rank's part, (n,)."""
-        ...
+        return self._send("reduce_scatter", parts.new_empty(parts.shape[1:]), parts, self._others_part(parts))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks as a new tensor."""
-        ...
+        out = x.clone()
+        return self._send("all_reduce", out, out, 2 * x.nbytes * (self.size - 1) // self.size).wait()
+
+    def _others_part(self, parts: Tensor) -> int:
+        return parts.nbytes * (self.size - 1) // self.size
+
+    def _send(self, kind: CollectiveKind, out: Tensor, sent: Tensor, nbytes: int) -> Pending[Tensor]:
+        self.traffic.moved += nbytes
+        return self._start(kind, out, sent, nbytes)
+
+    @abstractmethod
+    def _start(self, kind: CollectiveKind, out: Tensor, sent: Tensor, nbytes: int) -> Pending[Tensor]:
+        """Start a collective that reads `sent` and writes `out`; this rank sends `nbytes`."""
 
 
 @dataclass(slots=True)
@@ -99,41 +115,19 @@ class Comm(Collectives):
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: LaneTraffic) -> None:
+        super().__init__(dist.get_world_size(group), dist.get_rank(group), traffic)
         self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self.traffic = traffic
 
     @override
-    def all_to_all(self, parts: Tensor) -> PendingCollective:
-        out = parts.new_empty(parts.shape)
-        start = self._count(parts.nbytes * (self.size - 1) // self.size)
-        work = dist.all_to_all_single(out, parts, group=self.group, async_op=True)
-        return PendingCollective(out, work, parts, self.traffic, start)
-
-    @override
-    def all_gather(self, part: Tensor) -> PendingCollective:
-        out = part.new_empty(self.size, *part.shape)
-        start = self._count(part.nbytes * (self.size - 1))
-        part = part.reshape(-1)
-        work = _all_gather(out.view(-1), part, group=self.group, async_op=True)
-        return PendingCollective(out, work, part, self.traffic, start)
-
-    @override
-    def reduce_scatter(self, parts: Tensor) -> PendingCollective:
-        out = parts.new_empty(parts.shape[1:])
-        start = self._count(parts.nbytes * (self.size - 1) // self.size)
-        flat = parts.reshape(-1)
-        work = _reduce_scatter(out, flat, group=self.group, async_op=True)
+    def _start(self, kind: CollectiveKind, out: Tensor, sent: Tensor, nbytes: int) -> PendingCollective:
+        start = time.perf_counter()
+        flat = sent.reshape(-1)  # a copy if `sent` is not contiguous, which must outlive the collective as well
+        if kind == "all_to_all":
+            work = dist.all_to_all_single(out, sent, group=self.group, async_op=True)
+        elif kind == "all_gather":
+            work = _all_gather(out.view(-1), flat, group=self.group, async_op=True)
+        elif kind == "reduce_scatter":
+            work = _reduce_scatter(out, flat, group=self.group, async_op=True)
+        else:
+            work = dist.all_reduce(out, group=self.group, async_op=True)
         return PendingCollective(out, work, flat, self.traffic, start)
-
-    @override
-    def all_reduce(self, x: Tensor) -> Tensor:
-        out = x.clone()
-        start = self._count(2 * x.nbytes * (self.size - 1) // self.size)
-        work = dist.all_reduce(out, group=self.group, async_op=True)
-        return PendingCollective(out, work, out, self.traffic, start).wait()
-
-    def _count(self, nbytes: int) -> float:
-        self.traffic.moved += nbytes
-        return time.perf_counter()

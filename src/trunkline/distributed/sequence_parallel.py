@@ -17,7 +17,7 @@ from trunkline.distributed.comm import Collectives, join_rows, split_rows
 from trunkline.distributed.interleave import Interleaver
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.distributed.ulysses import Ulysses
-from trunkline.engine.ranks import SingleRank, T
+from trunkline.engine.ranks import Ranks, T
 from trunkline.offload.lanes.base import LaneTraffic
 
 
@@ -39,7 +39,7 @@ class SequenceComms:
     sequence: Collectives | None  # cp and sp flattened
 
 
-class SequenceParallelRanks(SingleRank):
+class SequenceParallelRanks(Ranks):
     """Ranks that divide a sequence over `cp` and `sp`; base of real (`MeshRanks`) and simulated ranks.
 
     Args:
@@ -141,7 +141,7 @@ class SequenceParallelRanks(SingleRank):
     # `merge_attention` is inherited: `kv_gather` has brought all keys to every rank.
 
 
-class ReplicatedRanks(SingleRank):
+class ReplicatedRanks(Ranks):
     """The ranks of a sequence while they decode: every rank computes all new tokens, attention alone is divided.
 
     A decoded token is too small to divide. So every rank runs the layers on all new tokens, and attends with its own

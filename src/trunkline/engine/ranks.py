@@ -1,8 +1,7 @@
 """Interface between the engine and the ranks that share a sequence.
 
 The tokens of a chunk are divided evenly over the ranks of a group. Attention is divided in two other ways: by heads
-over the `sp` axis (DeepSpeed Ulysses), by query rows over the `cp` axis. `trunkline.distributed` implements both;
-`SingleRank` is the trivial group of one.
+over the `sp` axis (DeepSpeed Ulysses), by query rows over the `cp` axis. `trunkline.distributed` implements both.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from trunkline.attention.kv_gather import KeyValueGather, Pending
 from trunkline.chunking import Chunk
@@ -36,51 +34,40 @@ class Agreement:
     num_targets: Tensor | None = None
 
 
-class Ranks(Protocol):
-    """Ranks that share a sequence, seen from one of them."""
+class Ranks:
+    """Ranks that share a sequence, seen from one of them.
 
-    @property
-    def size(self) -> int:
-        """Number of ranks that the tokens of a chunk are divided over."""
-        ...
+    This class is a single rank, which holds the whole sequence: nothing is divided, nothing exchanged. Its subclasses
+    in `trunkline.distributed` divide tokens and exchange.
 
-    @property
-    def chunk_multiple(self) -> int:
-        """Number of tokens of which the length of every chunk is a multiple."""
-        ...
+    Attributes:
+        size: number of ranks that the tokens of a chunk are divided over.
+        chunk_multiple: number of tokens of which the length of every chunk is a multiple.
+        seed_offset: number that differs between ranks with different tokens, and is equal on ranks with the same (tp).
+        name: mesh coordinate, such as `sp1of4`; empty without a mesh.
+        kv_gather: gather of keys and values over `cp`; None if query rows are not divided.
+        traffic: counters of the `comm` lane; None on a single rank.
+    """
 
-    @property
-    def seed_offset(self) -> int:
-        """Number that differs between ranks with different tokens, and is equal on ranks with the same tokens (tp)."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Mesh coordinate, such as `sp1of4`; empty without a mesh."""
-        ...
-
-    @property
-    def kv_gather(self) -> KeyValueGather | None:
-        """Gather of keys and values over `cp`; None if query rows are not divided."""
-        ...
-
-    @property
-    def traffic(self) -> LaneTraffic | None:
-        """Counters of the `comm` lane; None on a single rank."""
-        ...
+    size = 1
+    chunk_multiple = 1
+    seed_offset = 0
+    name = ""
+    kv_gather: KeyValueGather | None = None
+    traffic: LaneTraffic | None = None
 
     @property
     def replicated(self) -> Ranks:
         """The same ranks for a few tokens (decoding): every rank computes all tokens, attention alone is divided."""
-        ...
+        return self
 
     def local_tokens(self, chunk: Chunk) -> Chunk:
         """Return the tokens of a chunk that this rank computes outside attention."""
-        ...
+        return chunk
 
     def query_rows(self, chunk: Chunk) -> Chunk:
         """Return the query rows of a chunk that this rank computes in attention, numbered from 0 on this rank."""
-        ...
+        return chunk
 
     def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
         """Compare the inputs of all ranks before the first sweep, so that no rank hangs in a collective later.
@@ -96,7 +83,7 @@ class Ranks(Protocol):
         Raises:
             ValueError: a rank refused its inputs, or the inputs differ. All ranks raise.
         """
-        ...
+        return read()[0], Agreement(seed)
 
     def require_same(self, value: object, name: str) -> None:
         """Check that a decision (compared by its repr) is equal on all ranks that share a sequence.
@@ -104,7 +91,6 @@ class Ranks(Protocol):
         Raises:
             ValueError: it differs. All ranks raise.
         """
-        ...
 
     def require_same_weights(self, model: nn.Module) -> None:
         """Check that all ranks hold the same weights. Sharded models are not checked again.
@@ -112,19 +98,18 @@ class Ranks(Protocol):
         Raises:
             ValueError: they differ. All ranks raise.
         """
-        ...
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
         """Run a sweep in this context: an error on one rank stops all ranks, with its reason."""
-        ...
+        return contextlib.nullcontext()
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange q, k or v (B, heads, local tokens, D) for (B, local heads, rows, D); differentiable."""
-        ...
+        return tensors
 
     def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
         """Start `to_tokens` early, for an output that is known before the graph reaches it; None if nothing moves."""
-        ...
+        return None
 
     def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
         """Exchange an output (B, local heads, rows, D) for (B, heads, local tokens, D); differentiable.
@@ -133,31 +118,32 @@ class Ranks(Protocol):
             o: the output; its values are not read if `pending` is given.
             pending: result of `start_to_tokens`.
         """
-        ...
+        return o
 
     def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
         """Run calls in order; while one waits for an exchange, the next one runs."""
-        ...
+        for call in calls:
+            call()
 
     def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
         """Yield the results of calls in order; exchanges in the backward of one result let the next call run."""
-        ...
+        return (call() for call in calls)
 
     def local_heads(self, x: Tensor) -> Tensor:
         """Return (B, local heads, T, D) of (B, heads, T, D). The engine reads its shape alone."""
-        ...
+        return x
 
     def head_range(self, num_heads: int) -> slice:
         """Return the query heads of this rank in attention, out of `num_heads`."""
-        ...
+        return slice(0, num_heads)
 
     def gather_tokens(self, x_BCE: Tensor) -> Tensor:
         """Return all tokens of a chunk (B, size * C, E), in order, from the local tokens of every rank."""
-        ...
+        return x_BCE
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum over ranks; `x` is unchanged."""
-        ...
+        return x
 
     def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Merge attention over the keys of each rank into attention over all keys.
@@ -169,87 +155,6 @@ class Ranks(Protocol):
         Returns:
             Output and log-sum-exp over the keys of all ranks.
         """
-        ...
-
-
-class SingleRank(Ranks):
-    """A single rank, which holds the whole sequence: nothing is divided, nothing exchanged."""
-
-    size = 1
-    chunk_multiple = 1
-    seed_offset = 0
-    name = ""
-    kv_gather: KeyValueGather | None = None
-    traffic: LaneTraffic | None = None
-
-    @property
-    @override
-    def replicated(self) -> Ranks:
-        return self
-
-    @override
-    def local_tokens(self, chunk: Chunk) -> Chunk:
-        return chunk
-
-    @override
-    def query_rows(self, chunk: Chunk) -> Chunk:
-        return chunk
-
-    @override
-    def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
-        return read()[0], Agreement(seed)
-
-    @override
-    def require_same(self, value: object, name: str) -> None:
-        pass
-
-    @override
-    def require_same_weights(self, model: nn.Module) -> None:
-        pass
-
-    @override
-    def guard(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    @override
-    def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors
-
-    @override
-    def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
-        return None
-
-    @override
-    def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
-        return o
-
-    @override
-    def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
-        for call in calls:
-            call()
-
-    @override
-    def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        return (call() for call in calls)
-
-    @override
-    def local_heads(self, x: Tensor) -> Tensor:
-        return x
-
-    @override
-    def head_range(self, num_heads: int) -> slice:
-        return slice(0, num_heads)
-
-    @override
-    def gather_tokens(self, x_BCE: Tensor) -> Tensor:
-        return x_BCE
-
-    @override
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    @override
-    def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return o, lse
 
 

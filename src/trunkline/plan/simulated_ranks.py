@@ -9,13 +9,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from trunkline.attention.kv_gather import Pending
-from trunkline.distributed.comm import Collectives
+from trunkline.distributed.comm import CollectiveKind, Collectives
 from trunkline.distributed.mesh import ParallelDims
 from trunkline.distributed.sequence_parallel import MeshCoordinate, SequenceComms, SequenceParallelRanks
 from trunkline.offload.lanes.base import LaneTraffic
 from trunkline.offload.lanes.sim_clock import QueuedWork, SimClock
 from trunkline.plan.hardware import CollectiveFigures, Hardware, NoFigures
 
+_LABELS = {"all_to_all": "heads", "all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce"}
 COMM = "comm"  # lane of the collectives, and their queue of the clock
 
 
@@ -97,33 +98,13 @@ class SimulatedComm(Collectives):
         traffic: counter of the bytes that this rank sends.
     """
 
-    rank = 0
-
     def __init__(self, link: CollectiveLink, traffic: LaneTraffic) -> None:
-        self.size = link.size
-        self._link, self._traffic = link, traffic
+        super().__init__(link.size, 0, traffic)
+        self._link = link
 
     @override
-    def all_to_all(self, parts: Tensor) -> SimulatedPending:
-        return self._pending(parts.new_empty(parts.shape), parts, parts.nbytes * (self.size - 1) // self.size, "heads")
-
-    @override
-    def all_gather(self, part: Tensor) -> SimulatedPending:
-        return self._pending(part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1), "gather")
-
-    @override
-    def reduce_scatter(self, parts: Tensor) -> SimulatedPending:
-        return self._pending(
-            parts.new_empty(parts.shape[1:]), parts, parts.nbytes * (self.size - 1) // self.size, "scatter"
-        )
-
-    @override
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._pending(x.clone(), x, 2 * x.nbytes * (self.size - 1) // self.size, "reduce").wait()
-
-    def _pending(self, out: Tensor, sent: Tensor, nbytes: int, label: str) -> SimulatedPending:
-        self._traffic.moved += nbytes
-        return SimulatedPending(out, sent, self._link.send(nbytes, label), self._link)
+    def _start(self, kind: CollectiveKind, out: Tensor, sent: Tensor, nbytes: int) -> SimulatedPending:
+        return SimulatedPending(out, sent, self._link.send(nbytes, _LABELS[kind]), self._link)
 
 
 class SimulatedRanks(SequenceParallelRanks):
