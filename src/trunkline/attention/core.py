@@ -14,7 +14,7 @@ chunk is streamed, so that chunks which no later query sees can be dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from trunkline.attention.kv_gather import KeyValueGather
 from trunkline.attention.kv_spans import GradScatter, KVSpan, KVSpans
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.loop import GradSum, attend_spans, differentiate_spans
-from trunkline.attention.mask import CAUSAL, RowMask
+from trunkline.attention.mask import CAUSAL, Range, RowMask
 from trunkline.attention.schedule import ChunkSchedule
 from trunkline.attention.scoring import Scoring, sinks_gradient
 from trunkline.chunking import Chunk
@@ -87,6 +87,7 @@ class Core:
         softcap: soft cap of the scores; None for none.
         drop_passed_kv: drop keys and values once no later chunk sees them (sliding windows); False makes them resident
             like any other.
+        outputs: sequences that kept outputs and log-sum-exps go to; None makes them in their stores.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Core:
         row_masks: Sequence[RowMask] = CAUSAL,
         softcap: float | None = None,
         drop_passed_kv: bool = True,
+        outputs: tuple[ChunkedSequence, ChunkedSequence] | None = None,
     ) -> None:
         self.chunks = chunks
         self.keep_attention = keep_attention
@@ -123,7 +125,7 @@ class Core:
         self._kv = KVStore(chunks, self.num_resident, stores, (names.k, names.v), kv_slots)  # in the kernel's dtype
         self._spans = KVSpans(chunks, self._kv, self.num_resident, self._schedule, gather)
         self._dkv = KVStore(chunks, self.num_resident, stores, (names.dk, names.dv), slots)  # fp32 or wider
-        self._kept = tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
+        self._kept = outputs or tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
         # Outputs (and log-sum-exps) that were loaded before their queries arrived: of the chunks under way.
         self._loaded: deque[tuple[Tensor, ...]] = deque()
@@ -162,23 +164,19 @@ class Core:
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
-        o, lse = self.attend(chunk, q, k, v, scoring)
-        if self.keep_attention:
-            for sequence, x in zip(self._kept, (o, lse), strict=True):
-                sequence.stash(chunk.index, x)
-        return o
-
-    def attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-        """Compute the output (B, H, C, D) and log-sum-exp (B, H, C, fp32 or wider) of one chunk; keep neither."""
         if chunk.index == 0:
             self._kv.read_streamed(j for each in self.chunks for j in self._spans.streamed_earlier(each))
         self._softcap = scoring.softcap
         own = self._to_kernel_dtype(k, v) if self._kv_complete else self.append_kv(chunk, k, v)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
-        attended = self._attend(chunk, q, own, scoring, following)
+        o, lse = attend_spans(*self._loop_inputs(chunk, q, own, following), scoring=scoring)
+        o = o.to(q.dtype)
         if self.drops_passed_kv and not self.keep_kv:
             self._kv.drop(self._schedule.last_used_by(chunk))
-        return attended
+        if self.keep_attention:
+            for sequence, x in zip(self._kept, (o, lse), strict=True):
+                sequence.stash(chunk.index, x)
+        return o
 
     def keep_for_backward(self) -> None:
         """Keep from now on everything that the backward sweep needs."""
@@ -278,7 +276,9 @@ class Core:
         """Return output and log-sum-exp of a chunk in the backward sweep: kept, or computed again."""
         if not self.keep_attention:
             # Spans are read next for this chunk's gradient, if there is one; else for the chunk before.
-            return self._attend(chunk, q, own, scoring, chunk if differentiated else self._before(chunk))
+            following = chunk if differentiated else self._before(chunk)
+            o, lse = attend_spans(*self._loop_inputs(chunk, q, own, following), scoring=scoring)
+            return o.to(q.dtype), lse
         o, lse = self._loaded.popleft()
         return o, lse
 
@@ -300,16 +300,13 @@ class Core:
         dtype = self._kernel.compute_dtype(k.dtype)
         return k.to(dtype), v.to(dtype)
 
-    def _attend(
-        self, chunk: Chunk, q: Tensor, own: KVPair, scoring: Scoring, following: Chunk | None
-    ) -> tuple[Tensor, Tensor]:
+    def _loop_inputs(
+        self, chunk: Chunk, q: Tensor, own: KVPair, following: Chunk | None
+    ) -> tuple[Tensor, Iterator[KVSpan], Kernel, Sequence[Range], Sequence[RowMask]]:
+        """Return the first arguments of `attend_spans` for a chunk; spans of `following` are fetched next."""
         assert self._kernel is not None
         spans = self._spans.of_chunk(chunk, q, own, following, self._kernel)
-        queries, row_masks = self._schedule.queries(chunk), self._schedule.row_masks
-        o, lse = attend_spans(
-            q.to(own[0].dtype), spans, self._kernel, queries=queries, row_masks=row_masks, scoring=scoring
-        )
-        return o.to(q.dtype), lse
+        return q.to(own[0].dtype), spans, self._kernel, self._schedule.queries(chunk), self._schedule.row_masks
 
     def _gradient(
         self, chunk: Chunk, do: Tensor, q: Tensor, own: KVPair, o: Tensor, lse: Tensor, scale: float

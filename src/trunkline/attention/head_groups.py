@@ -96,12 +96,9 @@ class HeadGroupsCore:
         """Compute all attention of the layer. Queries, keys and values are dropped."""
         ascending = range(len(self.chunks))
         for number, group in enumerate(self._groups):
-            core = self._core()
+            core = self._core((group["o"], group["lse"]))
             for chunk, q, k, v in self._read(group, ("q", "k", "v"), ascending, take=True):
-                scoring = self._scoring.of_heads(self._heads(number, q.shape[1]))
-                o, lse = core.attend(chunk, q, k, v, scoring)
-                group["o"].stash(chunk.index, o)
-                group["lse"].stash(chunk.index, lse)
+                core.forward(chunk, q, k, v, self._scoring.of_heads(self._heads(number, q.shape[1])))
             core.end_forward()
 
     def load_kept_output(self, chunk: Chunk) -> Tensor:
@@ -201,11 +198,12 @@ class HeadGroupsCore:
 
     # -- stores --------------------------------------------------------------------------------------------------------
 
-    def _core(self) -> Core:
+    def _core(self, outputs: tuple[ChunkedSequence, ChunkedSequence] | None = None) -> Core:
+        """Make the attention of one group; with `outputs` it keeps outputs and log-sum-exps there."""
         return Core(
             self.chunks,
             kernel=self._kernel,
-            keep_attention=False,
+            keep_attention=outputs is not None,
             keep_kv=False,
             stores=self._stores,
             store_names=self._inner,
@@ -213,6 +211,7 @@ class HeadGroupsCore:
             row_masks=self._row_masks,
             softcap=self._scoring.softcap,
             drop_passed_kv=False,
+            outputs=outputs,
         )
 
     @staticmethod

@@ -69,9 +69,9 @@ def attend_spans(
     q: Tensor,
     spans: Iterable[KVSpan],
     kernel: Kernel,
-    *,
     queries: Sequence[Range],
     row_masks: Sequence[RowMask],
+    *,
     scoring: Scoring,
     by_row: bool = False,
     pack_queries: bool = False,
@@ -101,13 +101,15 @@ def attend_spans(
     by_row = by_row or len(row_masks) > 1
     merged = [OnlineSoftmax(count) for _ in range(batch if by_row else 1)]
     bottom_right = kernel.bottom_right or (pack_queries and count == 1)  # one row has no triangle to align
-    call = _packed_block if pack_queries else forward_block
     for span in spans:
         for rows, source, block in _calls(span, queries, row_masks, batch, bottom_right=bottom_right):
-            o, lse = call(
-                kernel, block, _take(q, rows), _take(span.k, source), _take(span.v, source),
-                first=span.first or 0, scale=scoring.scale,
-            )  # fmt: skip
+            given = _take(q, rows), _take(span.k, source), _take(span.v, source)
+            if pack_queries:
+                o, lse = _packed_block(kernel, block, *given, first=span.first or 0, scale=scoring.scale)
+            else:
+                operands = _operands(block, *given, first=span.first or 0)
+                o, lse = kernel.forward(*operands, causal=block.shape != "full", scale=scoring.scale)
+                o, lse = _untile(o, block), _untile(lse, block)
             if not by_row:
                 merged[0].add(block.rows, o, lse)
                 continue
@@ -203,27 +205,17 @@ def _no_rows(batch: int, q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 # -- one kernel call ---------------------------------------------------------------------------------------------------
 
 
-def forward_block(
-    kernel: Kernel, block: MaskBlock, q: Tensor, k: Tensor, v: Tensor, *, first: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend to the keys of a block.
+def _operands(block: MaskBlock, q: Tensor, k: Tensor, v: Tensor, *, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut queries, keys and values to a block, as a kernel takes them.
 
     Args:
-        kernel: computes it.
         block: rows and keys.
         q: queries (B, H, C, D), of all rows of the chunk.
         k: keys (B, K, T, D) of a span, among them the block's.
         v: values of the span.
         first: position of the span's first key.
-        scale: factor of the scores.
-
-    Returns:
-        Output (B, H, rows, D) and log-sum-exp (B, H, rows).
     """
-    o, lse = kernel.forward(
-        _rows(q, block), _keys(k, block, first), _keys(v, block, first), causal=block.shape != "full", scale=scale
-    )
-    return _untile(o, block), _untile(lse, block)
+    return _rows(q, block), _keys(k, block, first), _keys(v, block, first)
 
 
 def backward_block(
@@ -252,9 +244,9 @@ def _packed_block(
         block = block._replace(shape="full", tile=0)
     shared = num_rows // batch
     if block.shape != "full" or (shared == 1 and (heads == num_kv_heads or count * heads > _FEW * num_kv_heads)):
-        return cat_rows(
-            [forward_block(kernel, block, x, k, v, first=first, scale=scale) for x in torch.split(q, batch)]
-        )
+        operands = [_operands(block, x, k, v, first=first) for x in torch.split(q, batch)]
+        parts = [kernel.forward(*each, causal=block.shape != "full", scale=scale) for each in operands]
+        return cat_rows([(_untile(o, block), _untile(lse, block)) for o, lse in parts])
     few = q[:, :, block.rows[0] : block.rows[1]].reshape(batch, shared, num_kv_heads, -1, dim)
     few = few.transpose(1, 2).reshape(batch, num_kv_heads, -1, dim)
     at = slice(block.keys[0] - first, block.keys[1] - first)

@@ -127,8 +127,8 @@ class CachedCore:
         own = k.to(dtype).contiguous(), v.to(dtype).contiguous()
         state.writer.append(layer, chunk, own)
         o, _ = attend_spans(
-            q.to(dtype), self._spans(chunk, q, own), self._kernel,
-            queries=state.queries(chunk), row_masks=self._row_masks, scoring=scoring, pack_queries=True,
+            q.to(dtype), self._spans(chunk, q, own), self._kernel, state.queries(chunk), self._row_masks,
+            scoring=scoring, pack_queries=True,
             by_row=any(view.rows is not None for view in state.segments),
             merge_ranks=state.ranks.merge_attention if state.part[1] > 1 else None, value_dim=v.shape[-1],
         )  # fmt: skip
