@@ -68,7 +68,7 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(dict.fromkeys(_type(member) for member in field["anyOf"] if member.get("type") != "null"))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
-    return _TYPES.get(field["type"], field["type"])
+    return _TYPES.get(field["type"], str(field["type"]))
 
 
 def _default(field: dict[str, Any]) -> str:

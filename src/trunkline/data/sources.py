@@ -89,7 +89,7 @@ def _resolve(spec: str, base: Path, setting: str) -> list[Path]:
         if not files:
             raise ValueError(
                 f"{setting}: the folder '{path}' has no text files (known suffixes: .txt, .md, .jsonl, .py and the "
-                "like; hidden names are skipped). Name the files, or a pattern such as "
+                "like; hidden names are skipped). Name the files, or a glob pattern such as "
                 f"'{path}/*', to read them whatever their suffix."
             )
         return files

@@ -8,7 +8,7 @@ whole sequence and the whole batch, not per device.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
 
@@ -202,18 +202,25 @@ def _field(declared: Declared) -> tuple[Any, Any]:
     """Return the type and the field of a declared setting for pydantic; StreamConfig checks the values."""
     kind, setting = declared.type, declared.setting
     if get_origin(kind) is Collection:
-        kind = Annotated[tuple[get_args(kind)[0], ...], BeforeValidator(_as_list)]
+        kind = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
     elif kind is not bool:
         kind = Annotated[kind, BeforeValidator(_refuse_bool)]
-    extra = {"group": setting.group, "unit": setting.unit}
+    extra: dict[str, Any] = {"group": setting.group, "unit": setting.unit}
     return kind, Field(default=declared.default, description=setting.help, json_schema_extra=extra)
 
 
 _STREAMING: dict[str, Any] = {each.name: _field(each) for each in declared_settings() if each.setting.in_recipe}
-_Streaming: Any = create_model("_Streaming", __base__=_Basics, **_STREAMING)
+
+if TYPE_CHECKING:
+
+    class _Streaming(_Basics):  # a checker of types cannot see the fields made at run time
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Streaming = create_model("_Streaming", __base__=_Basics, **_STREAMING)
 
 
-class Recipe(_Streaming):  # type: ignore[misc]  # a class made at run time
+class Recipe(_Streaming):
     """All settings of one training run; those of streaming are fields, too."""
 
     ranks: RanksSection = RanksSection()
