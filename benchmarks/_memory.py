@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from _resident import answered, in_own_process, reset_peak, status
-from _variants import KEEPS, Setup, build, prepare, step, tokens
+from _variants import STREAMED, Setup, build, prepare, step, tokens
 
 from trunkline.config import Progress
 from trunkline.offload.stats import TierBudget
@@ -75,7 +75,7 @@ class Watch:
 def _main(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, Any]:
     torch.set_num_threads(setup.threads)
     watch = Watch()
-    streamed = variant in KEEPS
+    streamed = variant in STREAMED
     model = prepare(build(setup, dtype), variant, setup, **({"progress": watch} if streamed else {}))
     step(model, tokens(setup, WARM_UP_TOKENS))
     model.zero_grad(set_to_none=False)

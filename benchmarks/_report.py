@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from _results import Cell, Ratio, Results, Row
-from _variants import BASELINE, LABELS, PLAIN
+from _variants import BASELINE, LABELS, OFFLOADED, PLAIN
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -183,6 +183,7 @@ _STYLE = {
     "attention": ("#0072B2", "D"),
     "kv": ("#CC79A7", "v"),
     "attention+kv": ("#009E73", "^"),
+    OFFLOADED: ("#D55E00", "P"),
 }
 
 
@@ -224,6 +225,44 @@ def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
     figure.subplots_adjust(left=0.75 / size[0], right=1 - 0.55 / size[0], top=1 - 4 * line, bottom=bottom + 2.7 * line,
                            hspace=0.09, wspace=0.16)  # fmt: skip
     figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def draw_memory(memory: Mapping[str, Mapping[int, float]], path: Path, subtitle: str) -> None:
+    """Draw the extra peak memory of a step over its length.
+
+    Args:
+        memory: bytes by variant and length.
+        path: PNG to write.
+        subtitle: model and machine.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7.6, 4.2))
+    for variant, (color, marker) in {BASELINE: ("#222222", "s"), **_STYLE}.items():
+        points = sorted(memory.get(variant, {}).items())
+        if points:
+            lengths, nbytes = zip(*points, strict=True)
+            axis.plot(lengths, [n / 2**20 for n in nbytes], color=color, marker=marker, linewidth=2)
+            axis.annotate(
+                f" {LABELS[variant]}", (lengths[-1], nbytes[-1] / 2**20), color=color, fontsize=9, va="center"
+            )
+    ticks = sorted({length for each in memory.values() for length in each})
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    axis.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axis.minorticks_off()
+    axis.set_xlim(ticks[0] / 1.1, ticks[-1] * 3.4)
+    axis.set_xlabel("tokens in the sequence")
+    axis.set_ylabel("extra peak memory of a step, MiB")
+    axis.grid(color="#e4e4e4", linewidth=0.8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(subtitle, fontsize=9, color="#555555", loc="left")
+    figure.savefig(path, dpi=160, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ KEEPS: dict[str, tuple[str, ...]] = {
     "kv": ("kv",),
     "attention+kv": ("attention", "kv"),
 }
-VARIANTS = (PLAIN, BASELINE, *KEEPS)
+OFFLOADED = "offloaded"
+STREAMED = (*KEEPS, OFFLOADED)
+VARIANTS = (PLAIN, BASELINE, *STREAMED)
 LABELS = {
     PLAIN: "Hugging Face, plain",
     BASELINE: "Hugging Face, checkpointing",
     **{name: f"Trunkline, keep={{{', '.join(keep)}}}" for name, keep in KEEPS.items()},
+    OFFLOADED: "Trunkline, offloaded to disk",
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -86,6 +90,9 @@ def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options
     if variant == BASELINE:
         # Older releases of transformers know it by the second name only; both are non-reentrant by default.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    elif variant == OFFLOADED:
+        budget: Any = {"device_budget": "48MiB", "offload_dir": Path(__file__).parent}
+        trunkline.stream(model, chunk_size=setup.chunk_size, **budget, **stream_options)
     elif variant in KEEPS:
         trunkline.stream(model, chunk_size=setup.chunk_size, keep=KEEPS[variant], **stream_options)  # type: ignore[arg-type]
     return model

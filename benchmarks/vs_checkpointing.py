@@ -18,7 +18,7 @@ from pathlib import Path
 import _memory
 import torch
 from _kernels import Bare, Call, Recorder
-from _report import Display, draw
+from _report import Display, draw, draw_memory
 from _results import Cell, Results
 from _variants import BASELINE, DTYPES, KEEPS, VARIANTS, Setup, Step, build, check_same, prepare, step, tokens
 
@@ -199,6 +199,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for cell in cells:
                 bench.run(*cell)
                 draw(results.rows(), given.out.with_suffix(".png"), subtitle)
+            for dtype in given.dtypes:
+                memory: dict[str, dict[int, float]] = {}
+                for length in given.lengths:
+                    for variant, found in results.cell(length, dtype).memory.items():
+                        if "failed" not in found:
+                            memory.setdefault(variant, {})[length] = found["extra_peak"]
+                if memory:
+                    draw_memory(memory, given.out.with_name(f"{given.out.stem}-memory-{dtype}.png"), subtitle)
     except KeyboardInterrupt:
         print(f"interrupted; what was measured is in {given.out}: go on with --merge", file=sys.stderr)
         return 130
