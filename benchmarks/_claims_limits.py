@@ -102,8 +102,8 @@ def linear_from(hardware: Any, shape: AttentionShape, keep: tuple[str, ...]) -> 
     if "attention" in keep:
         nbytes += 2 * width + 4 * shape.heads
     if "kv" in keep:
-        nbytes += 2 * shape.elements(1)
-    weights = 2 * hidden * width + shape.elements(1) * hidden + matrices * hidden * wide
+        nbytes += 4 * shape.kv_heads * shape.head_dim
+    weights = 2 * hidden * width + 2 * shape.kv_heads * shape.head_dim * hidden + matrices * hidden * wide
     products = 2 * weights / hardware.matmul_rate(shape.dtype, 16 * K, hidden, wide)
     rate = hardware.attention_rate("forward", shape.dtype, shape.head_dim, 32 * K, 32 * K, causal=False)
     wanted = nbytes / hardware.link.to_host - products

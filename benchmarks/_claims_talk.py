@@ -137,7 +137,8 @@ def spikes(out: Path) -> Answer:
         "optimizer": AdamWSpec(),
     }
     job = job_of(meta_model, cluster, length, ("attention",))
-    settings = Planner(meta_model, cluster).best(job).settings
+    groups = Planner(meta_model, cluster).best(job).settings
+    settings: dict[str, Any] = {**groups["streaming"], **groups["memory"]}
     capacity = capacity_of(cluster.hardware, 16)
     lines = [
         unchunked_timeline(
