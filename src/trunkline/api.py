@@ -33,7 +33,7 @@ def stream(
 ) -> M:
     """Run a decoder-only model's forward and backward in chunks of the sequence; the model is changed in place.
 
-    The model stays what it is: its class, parameters, config, `save_pretrained`, PEFT and `Trainer` keep working.
+    The model keeps its class, parameters and config; `save_pretrained`, PEFT and `Trainer` keep working.
     `model(input_ids=ids, labels=labels).loss` is transformers' loss, and `loss.backward()` leaves the gradients of
     plain autograd in `.grad`. Streaming a streamed model replaces its settings.
 

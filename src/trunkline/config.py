@@ -78,7 +78,7 @@ class Declared:
 
 
 class StreamSettings(TypedDict, total=False):
-    """Keyword arguments of `trunkline.stream`; `StreamConfig` says what each means."""
+    """Keyword arguments of `trunkline.stream`; `StreamConfig` explains each."""
 
     chunk_size: ChunkSize
     keep: Collection[str]
@@ -142,7 +142,7 @@ class StreamConfig:
         Bytes,
         Setting(
             "streaming",
-            "most bytes of logits, and of what is computed from them, at a time; auto is 64 MiB, on an accelerator at "
+            "most bytes of logits, and of tensors computed from them, at a time; auto is 64 MiB, on an accelerator at "
             "least 1,024 tokens",
             "bytes",
         ),
@@ -160,7 +160,7 @@ class StreamConfig:
         Bytes | None,
         Setting(
             "memory",
-            "most bytes of kept activations on the device, including moves under way; the rest is offloaded; no limit "
+            "most bytes of kept activations on the device, including moves in flight; the rest is offloaded; no limit "
             "by default",
             "bytes",
         ),

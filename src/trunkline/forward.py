@@ -131,7 +131,7 @@ class StreamedForward:
 
     @contextlib.contextmanager
     def _step(self, given: dict[str, Any]) -> Iterator[tuple[StepState, bool, inputs.ForwardInputs]]:
-        """Prepare a step from checked arguments: its state, whether it is differentiable, and what was asked for."""
+        """Prepare a step from checked arguments; return its state, whether it is differentiable, and the inputs."""
         wanted, agreement = self._agree(given)
         batch = wanted.batch
         if agreement.num_targets is not None and given.get("num_items_in_batch") is None:
@@ -216,7 +216,7 @@ class StreamedForward:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward by name, with the output flags that the model's config sets."""
+        """Bind the arguments of a forward to their names."""
         model = self.decoder.model
         if args and args[0] is model:  # accelerate makes a method of the function below its wrappers
             args = args[1:]
@@ -256,7 +256,7 @@ class StreamedForward:
                 given[flag] = getattr(model.config, flag, None)
         if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
             raise ValueError(
-                f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes what it needs: "
+                f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes activations: "
                 "call model.gradient_checkpointing_disable() (gradient_checkpointing=False in TrainingArguments)."
             )
         wanted = inputs.read(given, type(model).__name__, self._num_embeddings)

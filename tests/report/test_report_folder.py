@@ -60,7 +60,7 @@ def test_a_report_is_whole_or_not_there(small, monkeypatch):
 
 
 def test_only_reports_are_replaced(small, tmp_path):
-    with pytest.raises(ValueError, match=r"holds 'metrics.jsonl' that no report consists of.*--output"):
+    with pytest.raises(ValueError, match=r"holds 'metrics.jsonl' that no report contains.*--output"):
         write_report(small, small)
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -71,7 +71,7 @@ def test_only_reports_are_replaced(small, tmp_path):
     page = tmp_path / "page"
     page.mkdir()
     (page / "index.html").write_text("<html>my homepage</html>")
-    with pytest.raises(ValueError, match=r"holds files that no report consists of"):
+    with pytest.raises(ValueError, match=r"holds files that no report contains"):
         write_report(small, page)
     assert (page / "index.html").read_text() == "<html>my homepage</html>"
     with pytest.raises(ValueError, match=r"is a file. Set --output"):

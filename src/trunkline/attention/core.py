@@ -127,7 +127,7 @@ class Core:
         self._dkv = KVStore(chunks, self.num_resident, stores, (names.dk, names.dv), slots)  # fp32 or wider
         self._kept = outputs or tuple(ChunkedSequence(len(chunks), stores, name) for name in (names.o, names.lse))
         self._kept_readers: tuple[Reader, ...] = ()
-        # Outputs (and log-sum-exps) that were loaded before their queries arrived: of the chunks under way.
+        # Outputs (and log-sum-exps) that were loaded before their queries arrived: of the running chunks.
         self._loaded: deque[tuple[Tensor, ...]] = deque()
 
     def needs_kv_recompute(self, chunk: Chunk) -> bool:
@@ -179,12 +179,12 @@ class Core:
         return o
 
     def keep_for_backward(self) -> None:
-        """Keep from now on everything that the backward sweep needs."""
+        """Keep outputs, keys and values from now on, for the backward sweep."""
         self._keeps_replayed_kv = not self.keep_kv
         self.keep_attention = self.keep_kv = True
 
     def end_forward(self) -> None:
-        """Drop what is not kept for the backward sweep."""
+        """End the forward sweep: drop keys and values that are not kept; free the buffers of saved ones."""
         self._kv.end_reading()
         self._kv_complete = self.keep_kv and not self._saves_resident
         if not self.keep_kv:
@@ -303,7 +303,10 @@ class Core:
     def _loop_inputs(
         self, chunk: Chunk, q: Tensor, own: KVPair, following: Chunk | None
     ) -> tuple[Tensor, Iterator[KVSpan], Kernel, Sequence[Range], Sequence[RowMask]]:
-        """Return the first arguments of `attend_spans` for a chunk; spans of `following` are fetched next."""
+        """Return the inputs of the attention loop: queries, spans, kernel, query positions, row masks.
+
+        The spans of chunk `following` are fetched ahead.
+        """
         assert self._kernel is not None
         spans = self._spans.of_chunk(chunk, q, own, following, self._kernel)
         return q.to(own[0].dtype), spans, self._kernel, self._schedule.queries(chunk), self._schedule.row_masks
@@ -342,7 +345,7 @@ class Core:
         return dq.value, *sums
 
     def _add_gradients(self, chunk: Chunk, span: KVSpan, gradients: KVPair) -> KVPair:
-        """Add a chunk's share of the gradients of a span to their sums; return the sums."""
+        """Add one query chunk's gradients of a span's keys and values to their running sums; return the sums."""
         if span.resident is not None:
             sums = self._dkv.view(*span.resident)
             for total, x in zip(sums, gradients, strict=True):

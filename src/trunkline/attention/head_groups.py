@@ -116,11 +116,11 @@ class HeadGroupsCore:
         return o
 
     def keep_for_backward(self) -> None:
-        """Keep from now on everything that the backward needs."""
+        """Keep outputs and log-sum-exps from now on, for the backward."""
         self.keep_attention = True
 
     def end_forward(self) -> None:
-        """Drop what is not kept for the backward."""
+        """End the forward: drop log-sum-exps unless attention is kept for the backward."""
         if not self.keep_attention:
             for group in self._groups:
                 group["lse"].clear()
@@ -179,7 +179,7 @@ class HeadGroupsCore:
         return dsinks
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Remove all chunks from all stores of the layer."""
         for group in self._groups:
             for sequence in group.values():
                 sequence.clear()

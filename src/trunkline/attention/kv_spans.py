@@ -172,7 +172,7 @@ class KVSpans:
 
 
 class GatheredSpans:
-    """Spans of all ranks' keys, gathered from this rank's; the next span is under way when one is handed out.
+    """Spans of all ranks' keys, gathered from this rank's; the next gather is in flight while a span is used.
 
     Args:
         gather: gathers keys and values.
@@ -219,7 +219,7 @@ class GatheredSpans:
 
 
 class GradScatter:
-    """Reduce-scatter of the gradients of gathered spans: one is under way while the next is computed.
+    """Reduce-scatter of the gradients of gathered spans: one is in flight while the next is computed.
 
     Args:
         gather: gathered the keys and values.
@@ -237,7 +237,7 @@ class GradScatter:
         self._pending = span, self._gather.scatter(*gradients)
 
     def rest(self) -> Iterator[tuple[KVSpan, KVPair]]:
-        """Yield the gradients that are still under way."""
+        """Wait for the reduce-scatter in flight, and yield its gradients; yield nothing without one."""
         if self._pending is not None:
             span, gradients = self._pending
             self._pending = None

@@ -62,20 +62,20 @@ class KVStore:
                 buffer[:, :, chunk.start : chunk.stop].copy_(x)
 
     def save_resident(self, chunk: Chunk, pair: KVPair) -> None:
-        """Store a resident chunk in its tier, too, so that the buffer can serve other layers meanwhile."""
+        """Copy a resident chunk to its tier, so that other layers can use the buffer meanwhile."""
         if chunk.index < self._num_resident:
             for sequence, x in zip(self._streamed, pair, strict=True):
                 sequence.stash(chunk.index, dense(x))
 
     def restore_resident(self) -> None:
-        """Fill the buffers with the resident chunks that were saved, which stay saved."""
+        """Load the saved resident chunks into the buffers; their saved copies stay in their tier."""
         order = range(self._num_resident)
         for i, *pair in zip(order, *(sequence.read(order) for sequence in self._streamed), strict=True):
             k, v = pair
             self.put(self._chunks[i], (k, v))
 
     def zero_buffers(self, like: Iterable[Tensor], dtype: torch.dtype) -> None:
-        """Allocate buffers of zeros, in the shape of two tensors (B, K, *, D), unless there are buffers already."""
+        """Allocate zeroed buffers with B, K and D of two tensors (B, K, *, D); keep existing buffers."""
         if self.num_resident_tokens and not self._buffers:
             self._hold(
                 tuple(x.new_zeros(*x.shape[:2], self.num_resident_tokens, x.shape[3], dtype=dtype) for x in like)
@@ -103,26 +103,26 @@ class KVStore:
         return a, b
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Drop streamed chunks; those that are not stored are skipped."""
+        """Drop streamed chunks; skip chunks that are not stored."""
         for sequence in self._streamed:
             for index in indices:
                 sequence.drop(index)
 
     def end_reading(self) -> None:
-        """Give up the chunk that was returned last, and what was announced after it."""
+        """Release the last chunk returned, and cancel the announced reads after it."""
         for reader in self._readers:
             reader.release()
         self._readers = ()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all chunks: the buffers, and the streamed and saved chunks in tiers."""
         self.end_reading()
         self.clear_buffers()
         for sequence in self._streamed:
             sequence.clear()
 
     def clear_buffers(self) -> None:
-        """Drop the buffers; chunks in tiers stay."""
+        """Drop the buffers of resident chunks; chunks in tiers stay."""
         for buffer, kind in zip(self._buffers, self._kinds, strict=False):
             self._stores.release("device", buffer.nbytes, kind)
         self._buffers = ()

@@ -149,7 +149,7 @@ CAUSAL = (RowMask(),)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """Reach of a layer's attention within a document, for sequences of any length.
+    """Limits of a layer's attention within a document: a sliding window, attention chunks, or neither.
 
     Attributes:
         window: most keys that a token sees, itself included; None for all.

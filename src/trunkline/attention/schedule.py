@@ -54,7 +54,7 @@ class ChunkSchedule:
         return chunk.index + 1 < len(self._first_chunks) and self._first_chunks[chunk.index + 1] <= index
 
     def last_used_by(self, chunk: Chunk) -> range:
-        """Return the indices of the chunks that this one sees and no later one does."""
+        """Return the indices of the key chunks whose last user is this chunk of queries."""
         following = chunk.index + 1
         first = self._first_chunks
         return range(first[chunk.index], first[following] if following < len(first) else following)

@@ -1,4 +1,4 @@
-"""`trunkline train`: train by a recipe, then say what was written and what to try next."""
+"""`trunkline train`: train by a recipe, then list the files written and commands to try next."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str
         f"Wrote {folder}/",
         "  model/         weights, config and tokenizer; AutoModelForCausalLM.from_pretrained loads it",
         f"  metrics.jsonl  {len(steps)} lines: loss, gradient norm, speed, FLOPs, memory, seconds of each part",
-        *(["  plan.json      what was expected of a step"] if (result.output / PLAN).exists() else []),
+        *(["  plan.json      estimate of a step"] if (result.output / PLAN).exists() else []),
         "  timeline.json  one step over time, memory and lanes: "
         f"`{_program('trunkline')} report {shlex.quote(folder)}` draws it",
         *(
@@ -88,7 +88,7 @@ def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str
             else []
         ),
         "  recipe.yaml    every setting of this run, defaults filled in",
-        *(["  logs/          what the other processes wrote, a file each"] if processes > 1 else []),
+        *(["  logs/          output of the other processes, a file each"] if processes > 1 else []),
         "",
         "Next, for example:",
     ]
@@ -132,7 +132,7 @@ def next_commands(recipe: Recipe, result: TrainResult, processes: int = 1) -> li
 
 
 def _program(name: str) -> str:
-    """Return how to call a program of this environment from here: by name where the shell finds that one."""
+    """Return the shell command of a program of this environment: its name if PATH finds it, else its path."""
     program = Path(sys.executable).with_name(name)
     on_path = shutil.which(name)
     return name if on_path is not None and Path(on_path) == program else shlex.quote(short_path(program))

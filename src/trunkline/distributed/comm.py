@@ -30,13 +30,13 @@ def gather_small(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def split_rows(x: Tensor, size: int) -> Tensor:
-    """Split the rows of (B, heads, size * T, D) into one flat part a rank, (size, n)."""
+    """Split (B, heads, size * T, D) along the rows into one flat part per rank: (size, n)."""
     batch, heads, length, dim = x.shape
     return x.reshape(batch, heads, size, length // size, dim).permute(2, 0, 1, 3, 4).reshape(size, -1)
 
 
 def join_rows(parts: Tensor, shape: Sequence[int]) -> Tensor:
-    """Join one flat part a rank (size, n), each of shape (B, heads, T, D), into (B, heads, size * T, D)."""
+    """Join flat parts (size, n), one (B, heads, T, D) per rank, into (B, heads, size * T, D)."""
     size, (batch, heads, length, dim) = len(parts), shape
     return parts.reshape(size, *shape).permute(1, 2, 0, 3, 4).reshape(batch, heads, size * length, dim)
 
@@ -84,7 +84,7 @@ class Collectives(ABC):
 
 @dataclass(slots=True)
 class PendingCollective(Pending[Tensor]):
-    """Result of a collective under way."""
+    """Result of a collective in flight."""
 
     tensor: Tensor
     work: dist.Work | None

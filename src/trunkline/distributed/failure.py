@@ -42,7 +42,7 @@ class RankError(RuntimeError):
 
 
 class _JobState:
-    """State of this process in its job."""
+    """Counters of this process (nested guards, epoch, broadcasts), and its watcher thread."""
 
     depth = 0  # nested guards
     epoch = 0
@@ -62,7 +62,7 @@ def _stored_reason() -> str | None:
 
 
 def begin_epoch() -> None:
-    """Forget earlier failures. All ranks must have exchanged something just before."""
+    """Start a new epoch, in which earlier failures do not count. Call it on all ranks after a collective."""
     _JobState.epoch += 1
 
 
@@ -100,7 +100,7 @@ def in_job() -> bool:
 
 
 def failed_first() -> bool:
-    """Return whether this rank was the first to fail; true also if nobody can tell."""
+    """Return whether this rank was the first to fail; True also if the cause is unknown."""
     with contextlib.suppress(*_STORE_ERRORS):
         reason = first_failure()
         return reason is None or reason.startswith(f"rank {dist.get_rank()} failed")
@@ -114,7 +114,7 @@ def publish_refusal(error: BaseException) -> None:
 
 
 def refusal_of(rank: int) -> str:
-    """Return the reason that a rank published in the epoch before this one."""
+    """Return why a rank refused its inputs in the previous epoch; a generic text if it published no reason."""
     with contextlib.suppress(*_STORE_ERRORS):
         store, key = distributed_c10d._get_default_store(), f"{_KEY}/{_JobState.epoch - 1}/{rank}"
         if store.check([key]):

@@ -386,14 +386,14 @@ class ShardedParameters(ParameterStore):
         return bool(self._pending_grads)
 
     def _with_pending(self, parameter: Parameter, total: Tensor | None) -> Tensor | None:
-        """Add the sum of earlier micro-batches to a parameter's sum."""
+        """Add a parameter's pending sum of earlier micro-batches to `total`, and clear it; None if both are None."""
         pending = self._pending_grads.pop(parameter, None)
         if pending is None or total is None:
             return pending if total is None else total
         return pending.add_(total)
 
     def _reduce(self, parameter: Parameter, total: Tensor | None) -> Tensor:
-        """Return the gradient of a parameter, sharded as it is, from the sums of all ranks."""
+        """Sum a parameter's gradient over all ranks; return it sharded like the parameter. None counts as zeros."""
         name = self._names.get(parameter, "")  # empty for adapters added to a replicated model
         spec = self._unsharded_specs[name] if self._sharded else UnshardedSpec.of(parameter)
         if total is None:

@@ -116,7 +116,7 @@ class Interleaver:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """End all calls that started in this context, also those that an error has left unfinished.
+        """End all calls that started in this context, also calls left unfinished by an error.
 
         A forward inside a call (evaluation from a progress callback) opens its own scope, and its own order of calls.
         """

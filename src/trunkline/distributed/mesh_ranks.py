@@ -60,7 +60,7 @@ class MeshRanks(SequenceParallelRanks):
             if len({hashes[rank] for rank in replica}) > 1:
                 raise ValueError(
                     f"{name} differs between {_names(replica)}, which share a sequence but have other room (on their "
-                    "disks, perhaps): set all budgets, disk_budget too, to what every rank has."
+                    "disks, perhaps): set all budgets, disk_budget too, to amounts that every rank has."
                 )
 
     @override
@@ -95,11 +95,11 @@ class MeshRanks(SequenceParallelRanks):
 
     @property
     def _replicas(self) -> list[list[int]]:
-        """Ranks of each replica."""
+        """Global ranks of each data-parallel replica."""
         return self.mesh.mesh.flatten(1).tolist()
 
     def _compare(self, calls: list[CallSummary]) -> None:
-        """Refuse calls that differ, with the same error on all ranks."""
+        """Raise the same error on all ranks if one refuses its arguments, or if their calls differ."""
         refused = [rank for rank, call in enumerate(calls) if not call.valid]
         if refused:
             raise ValueError(
@@ -142,7 +142,7 @@ class CallSummary(NamedTuple):
 
 
 def fingerprint(batch: Batch) -> int:
-    """Hash tokens, positions, labels, documents and shapes of a batch. Tensors stay on their device but for a sum."""
+    """Hash tokens, positions, labels, documents and shapes of a batch. Only a checksum of each leaves the device."""
     total = _hash(repr(batch.documents))
     for x in (batch.input_ids_BS, batch.position_ids, batch.targets):
         if x is None:

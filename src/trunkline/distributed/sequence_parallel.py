@@ -224,7 +224,7 @@ class PackedKeyValueGather(KeyValueGather):
 
 @dataclass(frozen=True, slots=True)
 class PendingKeyValue(Pending[tuple[Tensor, Tensor]]):
-    """Keys and values packed in one tensor on its way: (size, n) if gathered, (n,) if scattered."""
+    """Handle of keys and values packed in one tensor in flight: (size, n) if gathered, (n,) if scattered."""
 
     packed: Pending[Tensor]
     shapes: tuple[torch.Size, torch.Size]  # of one rank's keys, values

@@ -22,7 +22,7 @@ from trunkline.distributed.interleave import Interleaver
 
 
 class Ulysses:
-    """All-to-alls of one group of ranks. While one is under way the interleaver runs another chunk's call.
+    """All-to-alls of one group of ranks. While one is in flight the interleaver runs another chunk's call.
 
     Args:
         comm: collectives of the ranks, in the order of their tokens.
@@ -51,7 +51,7 @@ class Ulysses:
 
         Args:
             o: the output.
-            pending: result of `start_output`, if the exchange is under way already.
+            pending: result of `start_output`, if the exchange is in flight already.
         """
         if pending is None:
             pending = self.start_output(o.detach())

@@ -17,7 +17,7 @@ IGNORE = -100  # transformers' label of a token without a target
 class Batch:
     """Input of one forward.
 
-    Chunks may reach past the last token: what is there is padding, which nobody attends to and which has no target.
+    Chunks may extend past the last token, with padding: no token attends to it, and it has no target.
 
     Attributes:
         input_ids_BS: token ids.

@@ -74,15 +74,15 @@ class ParameterStore(ParameterAccess, Protocol):
         ...
 
     def suspend_hooks(self) -> None:
-        """Turn the sharding's own hooks off: sweeps say from now on when parameters are gathered."""
+        """Disable the sharding's own hooks, so that sweeps decide when parameters are gathered."""
         ...
 
     def resume_hooks(self) -> None:
-        """Turn the sharding's own hooks on again."""
+        """Enable the sharding's own hooks again."""
         ...
 
     def hooks_resumed(self) -> AbstractContextManager[None]:
-        """Turn the sharding's own hooks on for the duration of a `with`."""
+        """Enable the sharding's own hooks for the duration of a `with`."""
         ...
 
 

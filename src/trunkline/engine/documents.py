@@ -131,7 +131,7 @@ def _breaks(positions: Tensor, lengths: list[int] | None, num_rows: int) -> Tens
 
 
 def _of_positions(positions: Tensor, lengths: list[int] | None, num_rows: int) -> tuple[Starts, ...]:
-    """Return starts from position ids: a document begins wherever they do not rise."""
+    """Return the starts of documents from position ids; a document begins where they do not rise by 1."""
     breaks = _breaks(positions, lengths, num_rows)
     return _once(tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in breaks))
 
@@ -160,7 +160,7 @@ def _check_rising(
 
 
 def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, packed: bool) -> Tensor:
-    """Return positions in which padding has the positions of some real token, whatever the user gave there."""
+    """Replace the positions of padding by positions of real tokens, so that padding cannot change the result."""
     places = torch.arange(positions.shape[1], device=positions.device)
     if not packed and bool((positions[:, 0] == positions[0, 0]).all()):
         return positions[:1, :1] + places
@@ -169,7 +169,7 @@ def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, pa
 
 
 def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> tuple[Starts, ...]:
-    """Return starts from document ids: a document is a run of one number."""
+    """Return the starts of documents from document ids; a document is a run of equal ids."""
     num_rows, seq_len = ids_BS.shape
     shapes = ((seq_len,), (1, seq_len), (num_rows, seq_len))
     if not isinstance(ids, Tensor) or ids.is_floating_point() or tuple(ids.shape) not in shapes:
@@ -193,7 +193,7 @@ def _of_ids(name: str, ids: Any, ids_BS: Tensor, lengths: list[int] | None) -> t
 
 
 def _of_lengths(name: str, ends: Any, ids_BS: Tensor) -> tuple[Starts, ...]:
-    """Return starts from cumulative lengths: a document begins where the one before it ends."""
+    """Return the starts of documents from cumulative lengths."""
     num_rows, seq_len = ids_BS.shape
     if num_rows != 1:
         raise ValueError(f"{name} is of one row, and input_ids has {num_rows}: pass document_ids.")

@@ -32,13 +32,13 @@ def attend(state: StepState, layer: int, core: HeadGroupsCore) -> None:
 
 
 def before_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Compute the attention outputs again where they were not kept: the replay of the second half takes them."""
+    """Recompute the attention outputs that were not kept, for the replay of the second half."""
     if not core.keep_attention:
         attend(state, layer, core)
 
 
 def after_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Compute the gradients of attention and of the first half, once those of the second half are there."""
+    """Differentiate attention, then the first half of the layer. Call it after the second half is differentiated."""
     if core.differentiate():
         _first_half(state, layer, core)
     state.inputs[layer].clear()

@@ -148,7 +148,7 @@ def loss_sweep(state: StepState, *, differentiable: bool, divisor: Tensor | None
         state: step; each chunk of its final hidden state is dropped as soon as it is done. `dy` gets d sum / d hidden,
             `grad_sums` gets d sum / d parameters.
         differentiable: whether gradients are wanted.
-        divisor: what the gradients are divided by at once, 0-dim; None leaves them those of the sum.
+        divisor: divisor of the gradients, 0-dim; None returns the gradients of the sum.
 
     Returns:
         The sum, 0-dim, fp64. The tiles' own sums are fp32, or fp64 for an fp64 model.
@@ -261,7 +261,7 @@ def _targets_of(tile: Tile, targets: Tensor) -> Tensor:
 
 
 class _StreamedLoss(torch.autograd.Function):
-    """The loss of a step as an autograd node. Its backward runs the backward sweeps, and frees the step."""
+    """Autograd node of the loss of a step. Its backward runs the backward sweeps, and frees the step."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, state: StepState) -> Tensor:
@@ -274,7 +274,7 @@ class _StreamedLoss(torch.autograd.Function):
         state, ctx.state = ctx.state, None
         if state is None:
             raise RuntimeError(
-                "Trying to backward through a streamed forward a second time: what it kept is freed in the first "
+                "Trying to backward through a streamed forward a second time: its activations are freed in the first "
                 "backward, with retain_graph=True too. Run the forward again."
             )
         with state.ranks.guard():

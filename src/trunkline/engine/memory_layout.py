@@ -62,7 +62,7 @@ class MemoryLayout:
         return (layer - self.trained.start) % self.config.checkpoint_every
 
     def input(self, layer: int) -> str:
-        """Return the store of a layer's input; for the index after the last layer, that of the final hidden state."""
+        """Return the store name of a layer's input; index `num_layers` is the final hidden state."""
         if self.first is None or layer < self.first:
             return f"pass {layer % 2}"
         if layer == self.num_layers:
@@ -70,7 +70,7 @@ class MemoryLayout:
         return f"live {self.position(layer)}" if self.position(layer) else f"input {layer}"
 
     def core(self, layer: int) -> CoreStores:
-        """Return the stores of a layer's core."""
+        """Return the store names of a layer's core."""
         if layer not in self.trained:
             return CoreStores("lk", "lv", "o", "lse")  # the last two are not used
         output = self._output(layer)
@@ -85,7 +85,7 @@ class MemoryLayout:
         return "kv" in self.config.keep or self.config.checkpoint_every > 1
 
     def by_groups(self, layer: int) -> list[HeadGroupStores]:
-        """Return the stores of each group of heads of a layer."""
+        """Return the store names of a layer, one entry per head group."""
         output = self._output(layer) if layer in self.trained else 0
         return [
             HeadGroupStores(f"q.{g}", f"k.{g}", f"v.{g}", f"do.{g}", f"o.{g} {output}", f"lse.{g} {output}")
@@ -244,7 +244,7 @@ class StoreRequests:
         return found
 
     def _kept(self) -> list[StoreRequest]:
-        """Return requests for what is kept between forward and backward."""
+        """Return requests for the activations kept between forward and backward."""
         layout, widths, both, keep = self._layout, self._widths, self._both, self._layout.config.keep
         if not layout.trained:
             return []

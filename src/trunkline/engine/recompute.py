@@ -1,4 +1,4 @@
-"""What backward computes again: keys and values of a layer, and the inputs of a group of layers."""
+"""Recomputation in backward: keys and values of a layer, and the inputs of a group of layers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def kv_before_replay(state: StepState, layer: int, core: Core | HeadGroupsCore) 
 def _kv_just_in_time(state: StepState, layer: int, core: Core, chunks: list[Chunk]) -> Iterator[None]:
     """Recompute keys and values lazily, last chunk first, just before the replay that needs them.
 
-    Behind a window the core drops them again: so as many chunks are held at a time as one chunk of queries sees.
+    Advance this generator once before each chunk of the backward sweep. With a sliding window the core drops keys and
+    values after their last use, so that it never holds more chunks than one chunk of queries sees.
     """
     inputs, upcoming = state.inputs[layer].read([chunk.index for chunk in chunks]), deque(chunks)
     for i in state.descending:
@@ -67,7 +68,7 @@ def inputs_of_group(state: StepState, group: range) -> None:
 
 
 def _outputs_of_layer(state: StepState, layer: int, group: range) -> ChunkedSequence:
-    """Replay a layer without gradients; its core keeps from now on all that its backward sweep will need."""
+    """Replay a layer without gradients; its core keeps everything that its backward sweep needs."""
     core = state.cores[layer]
     assert core is not None
     if isinstance(core, Core) and not core.keep_attention:

@@ -1,4 +1,4 @@
-"""Conditions of a forward, put back for its replay in backward: random state, autocast, kernel choice.
+"""Replay context: random state, autocast and kernel choice of a forward, restored for its replay in backward.
 
 Random state: every (layer, chunk) draws from a seed of its own, derived from one that the forward draws from the user's
 generator. Nothing is stored, and the user's generator moves on by that one draw. Autocast: as it was, but without its
@@ -31,7 +31,7 @@ def draw_seed() -> int:
 
 
 class ReplayContext:
-    """Conditions of one forward pass, recorded when it begins.
+    """Random state, autocast and kernel choice of one forward pass, recorded when it begins.
 
     Args:
         module: model that is run.
@@ -51,7 +51,7 @@ class ReplayContext:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the conditions back for the duration of a `with`; afterwards everything is as before.
+        """Restore the recorded context for the duration of a `with`; reset the caller's own at its end.
 
         Raises:
             RuntimeError: the model changed between training and evaluation mode since its forward.

@@ -1,4 +1,4 @@
-"""Setup of a step: its chunks, what of the model is trained, and where everything that is kept will rest."""
+"""Setup of a step: cuts the sequence into chunks, finds the trained layers, and places stores in tiers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def begin_step(
     ranks: Ranks,
     attention_spans: Sequence[AttentionSpan],
 ) -> tuple[StepState, bool]:
-    """Prepare a forward pass: cut the sequence into chunks, and give everything that will be kept its place.
+    """Prepare a forward pass: cut the sequence into chunks, and place the kept activations in tiers.
 
     Args:
         decoder: model whose parameters outside the layers are unsharded.
@@ -49,14 +49,14 @@ def begin_step(
         trained.
 
     Raises:
-        ValueError: what will be kept does not fit in the budgets.
+        ValueError: the kept activations do not fit in the budgets.
     """
     device = batch.input_ids_BS.device
     layer_parameters = [[p for p in layer if p.requires_grad] for layer in decoder.layer_parameters]
     other_parameters = [p for p in decoder.other_parameters if p.requires_grad]
     differentiable = torch.is_grad_enabled() and batch.targets is not None
     differentiable = differentiable and bool(other_parameters or any(layer_parameters))
-    # Chunks that every rank can cut evenly: the sequence is padded at its end, where nobody attends to it.
+    # Chunks that every rank can cut evenly: the sequence is padded at its end, where no token attends to it.
     chunks = split(*(padded_length(n, ranks.chunk_multiple) for n in (batch.seq_len, config.chunk_tokens(device))))
     everything = [*decoder.other_parameters, *(p for layer in decoder.layer_parameters for p in layer)]
     read_again = [*everything, batch.input_ids_BS, batch.position_ids] if differentiable else []
@@ -81,7 +81,7 @@ def begin_step(
 
 
 def _place_stores(state: StepState, *, differentiable: bool) -> None:
-    """Measure one token, work out from it how large everything will be, and decide which chunk rests in which tier."""
+    """Choose head groups and the tier of every chunk, from the measured bytes of one token."""
     tiers = state.stores.tiers
     x_BCE = probe_token(state, differentiable=differentiable)
     if tiers.fixed_placement is not None:
@@ -101,13 +101,13 @@ def _place_stores(state: StepState, *, differentiable: bool) -> None:
         live_chunks=[state.num_live_chunks(layer) for layer in range(state.decoder.num_layers)],
         chunk_size=len(state.chunks[0]) * state.ranks.size,
     )
-    state.ranks.require_same((layout.head_groups, placement.places), "what rests where")
+    state.ranks.require_same((layout.head_groups, placement.places), "the placement of stores")
     state.head_groups = layout.head_groups
     state.stores = Stores(tiers, placement)
 
 
 def probe_token(state: StepState, *, differentiable: bool) -> Tensor:
-    """Return the input of layer 0 for one token (1, 1, E), and find out how far down backward must reach."""
+    """Return the input of layer 0 for one token (1, 1, E); if differentiable, set `state.lowest_layer`."""
     with torch.set_grad_enabled(differentiable):
         x_BCE = state.decoder.embed(state.batch.first_row, _TOKEN)
     if differentiable:
@@ -116,7 +116,7 @@ def probe_token(state: StepState, *, differentiable: bool) -> Tensor:
 
 
 def measure_token(state: StepState, x_BCE: Tensor) -> BytesPerToken:
-    """Return the bytes of everything that a step keeps for one token of one row.
+    """Return the bytes of one token's activations, in one row of the batch.
 
     Args:
         state: step.

@@ -1,4 +1,4 @@
-"""State of a step: one forward pass, and what it keeps for its backward."""
+"""State of a step: one forward pass, and the activations it keeps for its backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # query r
 
 @dataclass(slots=True)
 class StepState:
-    """State of one forward pass and its backward. It owns what it keeps; several may be outstanding.
+    """State of one forward pass and its backward. It owns the kept activations; several may be outstanding.
 
     Attributes:
         decoder: the model in pieces.
@@ -111,7 +111,7 @@ class StepState:
         return schedule_of(self.rows, self.row_masks_of(layer), self.ranks.kv_gather).num_live_chunks
 
     def new_core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
-        """Make the attention of a layer; `keep` says what it keeps for backward, as `StreamConfig.keep` does."""
+        """Create the attention core of a layer; `keep` names activations kept for backward, as in `StreamConfig`."""
         layout = self.layout
         if self.head_groups > 1:
             return HeadGroupsCore(

@@ -24,8 +24,8 @@ from trunkline.engine.step import CoreCall, StepState
 def forward_sweep(state: StepState, layer: int, *, keep_for_backward: bool) -> None:
     """Run one layer over all chunks, ascending.
 
-    Invariant: when chunk i is run, the core holds keys and values of chunks 0 … i-1, or of those that a window lets it
-    still see; the layer itself appends those of chunk i.
+    Invariant: when chunk i is run, the core holds keys and values of chunks 0 … i-1, or with a window of the chunks
+    among them that it sees; the layer itself appends those of chunk i.
     """
     layout = state.layout
     core = state.new_core(layer, keep=frozenset(state.config.keep) if keep_for_backward else frozenset())

@@ -59,7 +59,7 @@ class NeedleTask:
             raise ValueError("names_per_question and numbers_per_name: set only one of them above 1.")
 
     def write(self, words: UniqueWords, draws: SplitMix64, haystack: Haystack, depths: tuple[float, ...]) -> SampleText:
-        """Write a sample: its facts, its questions, and the text around them."""
+        """Write a sample: facts at the given depths, their questions, and the text around them."""
         several = self.numbers_per_name > 1
         statements, questions = (self._multi_value if several else self._one_value)(words, draws, depths)
         # Further facts must come from `words`, too, so that no name has two numbers.

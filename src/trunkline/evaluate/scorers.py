@@ -1,4 +1,4 @@
-"""Models as evaluation calls them: two functions, and both for a streamed model.
+"""Interfaces of evaluation to a model (`Scorer`, `Continuer`), implemented for streamed models.
 
 Over ranks, every rank calls them alike, with the same tokens, and all get the same result. The model's mode and the
 random state are restored, so an evaluation between two training steps changes neither.

@@ -90,7 +90,7 @@ def generate(
     forward = streamed_forward(model, "generate")
     taken = [name for name in ("past_key_values", "use_cache", "position_ids") if kwargs.get(name) is not None]
     if taken:
-        raise ValueError(f"{taken[0]} is not an argument of trunkline.generate: give what was read before as cache.")
+        raise ValueError(f"{taken[0]} is not an argument of trunkline.generate: pass the tokens read before as cache.")
     if input_ids is None and (cache is None or not cache.length):
         raise ValueError("there is nothing to go on from: give input_ids (B, S), or a cache from trunkline.prefill.")
     generator: Any = model

@@ -1,1 +1,1 @@
-"""Hugging Face models: how a decoder is run in pieces, and what is refused."""
+"""Hugging Face models: a decoder run in pieces, and checks that refuse unsupported models."""

@@ -42,7 +42,7 @@ _CACHE_ARGUMENTS = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 @dataclass(slots=True)
 class _AttentionCall:
-    """The layer call under way: where its attention goes, and how often it went there."""
+    """The running layer call: the function that handles its attention calls, and their number so far."""
 
     attend: Attend
     count: int = 0
@@ -118,7 +118,7 @@ AttentionInterface.register(ATTENTION, attention_hook)
 
 
 class _Stop(BaseException):
-    """Leaves the model's forward, or a layer, as soon as everything that was wanted is known."""
+    """Exception that leaves the model's forward, or a layer, once the needed arguments are recorded."""
 
 
 class PositionCache:
@@ -132,7 +132,7 @@ class PositionCache:
         self._positions = positions
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what has to be added to 0 … C-1 to get the positions, (C,)."""
+        """Return the offset of the positions (C,) from 0 … C-1."""
         if len(self._positions) > 1 and not bool((self._positions == self._positions[:1]).all()):
             raise ValueError(
                 "rows have other positions than each other, and this model's layers take one for all rows: pack "
@@ -209,7 +209,7 @@ class HuggingFaceDecoder(Decoder):
         layers: decoder layers of the model.
         returns_tuple: whether a layer returns its hidden state in a tuple; known once one has run.
         needs_position_cache: layers that ask a cache for their positions.
-        on_layer_call: what the recorders do at the moment, in place of the layers.
+        on_layer_call: function that recorders call at present, in place of the layers.
         own_forward: forward of this one model where it is not its class's.
         lock: held while the model runs in chunks, since its configs and its list of layers are changed meanwhile.
 

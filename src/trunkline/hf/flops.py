@@ -30,8 +30,8 @@ def linear_flops_per_token(model: nn.Module) -> int:
 
     A product with a weight of n elements costs 2n forward, 2n for the gradient of its input and 2n for the gradient of
     the weight; the last is left out where the weight is frozen. A head tied to the embedding is a linear layer of its
-    own and counts; the embedding lookup does not. Of experts, stacked in one parameter, a token pays for those that it
-    is routed to.
+    own and counts; the embedding lookup does not. Of experts, stacked in one parameter, only the
+    experts that a token is routed to count.
 
     Args:
         model: A decoder model, on any device, `meta` included.

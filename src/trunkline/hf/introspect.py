@@ -13,7 +13,7 @@ SHARDING = "_trunkline_sharding"  # attribute that `shard` sets on a model
 
 
 class UnsupportedModelError(ValueError):
-    """The model computes something that cannot be streamed exactly."""
+    """Error: the model computes something that cannot be streamed exactly."""
 
 
 def parameters_outside(model: nn.Module, layers: nn.ModuleList) -> list[Parameter]:

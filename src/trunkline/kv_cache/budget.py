@@ -48,5 +48,5 @@ def no_room_message(nbytes: int) -> str:
 
 
 def _transit_bytes(cache: StreamedCache, batch: int, tokens: int) -> int:
-    """Return the device bytes of `tokens` tokens that are on their way to their tier."""
+    """Return the device bytes of `tokens` tokens in flight to their tier."""
     return num_transit_buffers(cache.tiers.prefetch) * batch * tokens * max(map(sum, cache.token_bytes))

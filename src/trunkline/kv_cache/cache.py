@@ -96,7 +96,7 @@ class StreamedCache(HFCacheInterface):
         return self._positions[0] if parts else torch.zeros(self._batch, 0, dtype=torch.long)
 
     def belongs_to(self, tiers: Tiers) -> bool:
-        """Return True if the cache rests in these tiers."""
+        """Return True if the cache was created in this `Tiers` object."""
         return self.tiers is tiers
 
     # -- copies that share memory --------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class StreamedCache(HFCacheInterface):
         return KVSegment(start, buffer.stop, self._batch, [chunk], ranges, kv, [0] * len(layers), stores)
 
     def local_decoded(self, layer: int) -> KVPair:
-        """Return this rank's part of the decode buffer's keys and values, cut over ranks as a long prompt is."""
+        """Return this rank's part of the decode buffer's keys and values, divided over ranks like a prompt."""
         assert self.decode_buffer is not None
         rank, size = self.part
         padded = Chunk(0, 0, padded_length(self.decode_buffer.num_tokens, 1 if size == 1 else 2 * size))
@@ -369,7 +369,7 @@ class StreamedCache(HFCacheInterface):
         return _MARGIN + (count if self._is_recording else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
+        """Remove the last tokens.
 
         Args:
             tokens_to_remove: their number, negative. A positive number is the tokens that stay, as in earlier
@@ -402,7 +402,7 @@ class StreamedCache(HFCacheInterface):
         self.length, self.logits = stop, None
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache: remove all tokens, segments and the decode buffer."""
         for view in self.segments:
             view.segment.owners.discard(self)
         self.segments, self.length, self.documents, self.logits = [], 0, ((0,),), None

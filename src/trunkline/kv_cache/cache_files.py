@@ -143,7 +143,7 @@ def _file(number: int, chunk: Chunk) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path, device: str) -> Iterator[Any]:
-    """Open a file of a cache; its tensors are read onto a device.
+    """Open a cache file for the duration of a `with`; its tensors are loaded to `device`.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -192,7 +192,7 @@ class _ReadPlan:
 
 
 def _chunk_tensors(segment: KVSegment, chunk: Chunk) -> dict[str, Tensor]:
-    """Return keys and values of a chunk, of the layers that have not dropped it, on the CPU."""
+    """Return keys and values of a chunk on the CPU, by name; layers that dropped the chunk are left out."""
     tensors: dict[str, Tensor] = {}
     for layer, store in enumerate(segment.kv):
         if chunk.index < segment.num_dropped[layer]:

@@ -81,7 +81,7 @@ def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: St
     """Check the arguments of a forward over a cache, and convert them to new tokens.
 
     Args:
-        given: the arguments by name, without those that `take_cache` removes.
+        given: the arguments by name, after `take_cache`.
         name: of the model, for messages.
         vocab_size: tokens that the model has embeddings for.
         cache: the tokens read before; may be empty.

@@ -34,7 +34,7 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
 
     @abc.abstractmethod
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Replace the rows by copies of these rows.
+        """Replace the batch by copies of the rows with these numbers; a row may occur several times.
 
         Raises:
             ValueError: the device has no room for so many rows. Nothing has changed then.
@@ -98,13 +98,13 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         raise ValueError("this cache belongs to a streamed model: give it to that model, after trunkline.stream().")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace each row by another, as beam search does."""
+        """Replace row i by a copy of row `beam_idx[i]`, for beam search."""
         self.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
+        """Repeat each row `repeats` times; copies of a row stand side by side."""
         self.select_rows([row for row in range(self._batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the rows."""
+        """Keep the rows that `indices` selects: row numbers, or a mask of all rows."""
         self.select_rows(torch.arange(self._batch)[indices.cpu()].tolist())

@@ -59,7 +59,7 @@ class KVFeed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give up the chunk that was returned last, and all fetches under way."""
+        """Release the last chunk returned, and cancel all fetches in flight."""
         for reader in self._readers:
             reader.cancel()
 
@@ -113,7 +113,7 @@ class KVSegment:
 
     @contextlib.contextmanager
     def single_chunk(self, layer: int) -> Iterator[KVPair]:
-        """Fetch keys and values of a layer, for a segment that is one streamed chunk."""
+        """Lend the keys and values of a layer for the duration of a `with`; the segment must be one streamed chunk."""
         readers = [sequence.read([0]) for sequence in self.kv[layer].sequences]
         try:
             k, v = read_next(readers)
@@ -123,7 +123,7 @@ class KVSegment:
                 reader.cancel()
 
     def close(self) -> None:
-        """Drop everything at once, for a segment whose tokens its only cache now has in another."""
+        """Drop all chunks, after the only cache of this segment has copied them to another segment."""
         self.owners.clear()
         for store in self.kv:
             store.clear()
@@ -190,7 +190,7 @@ class KVSegment:
         return self.token_ranges[self.num_dropped[layer] - 1][1] if self.num_dropped[layer] else 0
 
     def drop_before(self, layer: int, first_key: int) -> None:
-        """Drop the streamed chunks of a layer that lie before a position as a whole."""
+        """Drop the streamed chunks of a layer whose tokens all lie before position `first_key`."""
         needed = self.first_chunk(first_key)
         if needed > max(self.num_dropped[layer], self.num_resident[layer]):
             self.kv[layer].drop(range(self.num_dropped[layer], needed))
@@ -255,7 +255,7 @@ def read_bytes(segment: KVSegment, token_bytes: Sequence[Sequence[int]]) -> int:
 
 
 def max_chunk_bytes(segment: KVSegment, token_bytes: Sequence[Sequence[int]]) -> int:
-    """Return the most bytes of a chunk's keys and values in one layer."""
+    """Return the bytes of keys and values of the longest chunk, in the layer where a token takes most."""
     return max(map(len, segment.chunks)) * segment.batch * max(map(sum, token_bytes))
 
 

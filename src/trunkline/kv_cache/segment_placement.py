@@ -63,7 +63,7 @@ def new_segment(run: StepState, cache: StreamedCache, row_masks: Sequence[Sequen
 
 
 def _token_ranges(run: StepState, offset: int) -> list[Range]:
-    """Return (start, stop) of each chunk's tokens in the sequence, over all ranks, without padding."""
+    """Return each chunk's (start, stop) over all ranks, without padding; `offset` tokens are cached before."""
     size = 1 if run.ranks.kv_gather is None else run.ranks.kv_gather.size
     bounds = [(chunk.start * size, min(chunk.stop * size, run.batch.seq_len)) for chunk in run.rows]
     return [(offset + start, offset + max(start, stop)) for start, stop in bounds]
@@ -80,14 +80,14 @@ def _num_live(run: StepState, ranges: list[Range], masks: Sequence[RowMask], mar
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """For each layer, the chunks that it holds at a time; and the layers that have a window."""
+    """Number of chunks that each layer holds at a time, and the indices of layers with a sliding window."""
 
     held: list[int]
     windowed: frozenset[int]
 
 
 def spare_after(run: StepState, cache: StreamedCache, longest: int, hidden: int) -> int:
-    """Return the device bytes to leave free for what follows the new tokens; see `bytes_to_continue`.
+    """Return the device bytes to leave free for later tokens; see `bytes_to_continue`.
 
     Args:
         run: step of the new tokens.

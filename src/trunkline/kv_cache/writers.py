@@ -100,7 +100,7 @@ class SegmentWriter:
         return store, min(self._num_buffered(layer), chunk.index)
 
     def end_layer(self) -> None:
-        """Drop the buffers of the current layer, once it has had all chunks."""
+        """Drop the buffers of the current layer, after its last chunk."""
         if self._buffers is not None:
             self._buffers.clear()
             self._buffers = None
@@ -123,7 +123,7 @@ class DecodeBuffer:
         self._num_layers = num_layers
         self._stores = stores
         self._buffers: list[KVPair | None] = [None] * num_layers
-        self._num_new = 0  # tokens of the forward under way: they count once all layers have appended them
+        self._num_new = 0  # tokens of the running forward: they count once all layers have appended them
 
     @property
     def stop(self) -> int:
@@ -153,7 +153,7 @@ class DecodeBuffer:
             buffer[:, :, self.num_tokens : self.num_tokens + len(chunk)] = x
 
     def commit(self) -> None:
-        """Count the new tokens, which all layers have appended."""
+        """Advance the number of tokens by the new ones, once all layers have appended them."""
         self.num_tokens += self._num_new
         self._num_new = 0
 

@@ -163,12 +163,12 @@ class Reader:
         return x
 
     def release(self) -> None:
-        """Release the chunks handed out: the caller uses none of them any longer."""
+        """Release all chunks handed out; the caller must not use them afterwards."""
         while self._in_use:
             self._release_oldest()
 
     def cancel(self) -> None:
-        """Release the chunks handed out, and those that are being fetched."""
+        """Release the chunks handed out, and cancel the fetches in flight."""
         self.release()
         self._upcoming = None
         while self._issued:

@@ -29,7 +29,7 @@ class Backend(Protocol):
         ...
 
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """Create the storage of a tier beyond the device."""
+        """Create the storage of `nbytes` bytes for a tier beyond the device (host or disk)."""
         ...
 
 
@@ -62,8 +62,8 @@ class Tiers:
 
     Attributes:
         budgets: bytes held, peak and limit of each tier.
-        bytes_per_token: cache of what the engine measured for one kind of step.
-        observer: called with every change of bytes held; None for nobody.
+        bytes_per_token: cache of the bytes that the engine measured, by kind of step.
+        observer: called with every change of bytes held; None for no observer.
         fixed_placement: number of head groups and placement to use, chosen beforehand by a simulation.
     """
 
@@ -117,8 +117,9 @@ class Tiers:
             if not self._reservations:
                 raise
             raise ValueError(
-                f"{error} ({len(self._reservations)} earlier forwards still hold what their backward needs or their "
-                "cache keeps; losses that are kept and not used do so, too: evaluate under torch.no_grad().)"
+                f"{error} ({len(self._reservations)} earlier forwards still hold activations for their backward, or "
+                "keys and values for their cache; losses that are kept and not used do so, too: evaluate under "
+                "torch.no_grad().)"
             ) from None
 
     def unreserved_bytes(self, tier: TierName) -> int | None:
@@ -132,7 +133,7 @@ class Tiers:
         return None if budget is None else budget - taken
 
     def reserve(self, placement: Placement, reservation: Reservation) -> None:
-        """Reserve what a placement needs, until `release`.
+        """Reserve the bytes of a placement, until `release`.
 
         Raises:
             TierError: the disk has no room, or host memory cannot be pinned.
@@ -163,7 +164,7 @@ class Tiers:
         self._reservations = [other for other in self._reservations if other is not reservation]
 
     def abandon(self, reservation: Reservation) -> None:
-        """Leave a note that a reservation can be released. Safe in a finalizer, in any thread."""
+        """Queue a reservation to be released later. Safe in a finalizer, in any thread."""
         self._abandoned.append(reservation)
 
     def release_abandoned(self) -> None:
@@ -296,7 +297,7 @@ class Stores:
             self.flush(kind)
 
     def acquire(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
-        """Count bytes that are held from now on.
+        """Count bytes as held in a tier; nothing is allocated.
 
         Args:
             tier: tier that holds them.
@@ -310,7 +311,7 @@ class Stores:
                 self.tiers.observer(tier, kind, nbytes)
 
     def release(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
-        """Count bytes that are held no longer; arguments as for `acquire`."""
+        """Count bytes as no longer held; arguments as for `acquire`."""
         if self._finalizer.alive:
             self._reservation.held[tier] -= nbytes
             self.tiers.budgets[tier].release(nbytes)

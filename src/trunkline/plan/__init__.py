@@ -1,1 +1,1 @@
-"""Know before you run: what a step would hold and move, on machines that are not there."""
+"""Planning: memory, traffic and time of a step, simulated for any machine before the run."""

@@ -134,7 +134,7 @@ class CostModel:
 
 
 def operator_kind(func: Any) -> OperatorKind:
-    """Classify an operator by what its time depends on."""
+    """Classify an operator by the kind of work that determines its time."""
     packet = func._overloadpacket
     if packet in flop_registry or packet is _GROUPED:
         return "matmul"

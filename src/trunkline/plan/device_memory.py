@@ -60,7 +60,7 @@ class DeviceMemory(MemoryTally):
     """Memory of the device: storages of live `meta` tensors, and bytes added by label.
 
     Attributes:
-        outside_stores: the part of it that is in no activation store of the engine.
+        outside_stores: tally of the bytes that are in none of the engine's activation stores.
     """
 
     def __init__(self) -> None:

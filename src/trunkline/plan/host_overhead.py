@@ -20,7 +20,7 @@ _LEAST = 1e-9  # seconds: a profile's are positive
 
 
 def host_seconds(hardware: Hardware, device: torch.device) -> float:
-    """Return the host's seconds to issue an operator, with which the estimate of a tiny step takes as long as the step.
+    """Fit the host's seconds per operator, so that the estimate of a tiny step equals its measured time.
 
     On a CPU the host waits for each operator: the rest of the step's time over its operators. On a GPU the host runs
     ahead: as much as makes it the slower of the two.
@@ -47,7 +47,7 @@ def host_seconds(hardware: Hardware, device: torch.device) -> float:
 
 
 def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Return a llama whose arithmetic is nothing beside its operators."""
+    """Return a llama so small that issuing operators takes nearly all its time."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=_CHUNK * _CHUNKS,

@@ -29,7 +29,7 @@ Unit = range  # layers whose inputs backward recomputes together; a single layer
 
 
 class DecoderSubset:
-    """Decoder over some layers of a model; everything else is the whole model's decoder's.
+    """Decoder that runs some layers of a model; all else is delegated to the whole model's decoder.
 
     Args:
         decoder: decoder of the whole model.

@@ -177,7 +177,7 @@ def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
 
 
 def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield values of `keep` and `checkpoint_every`, the fastest first, those with least memory last."""
+    """Yield values of `keep` and `checkpoint_every`, from the fastest to the one with the least memory."""
     keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]
     every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else [1, 4, 8]
     for keep in keeps:

@@ -1,4 +1,4 @@
-"""Simulated ranks of an estimate: the bytes that one rank sends, and the time until it has what the others send."""
+"""Simulated ranks of an estimate: traffic and collective timing of one rank."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SimulatedComm(Collectives):
 
 
 class SimulatedRanks(SequenceParallelRanks):
-    """First of the ranks that share a sequence, none of which exists; all are taken to agree.
+    """Simulated first rank of the ranks that share a sequence; checks of agreement always pass.
 
     Args:
         parallel_dims: degrees of the mesh.

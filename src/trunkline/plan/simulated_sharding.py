@@ -1,4 +1,4 @@
-"""Simulated sharding of parameters: when they are gathered and gradients reduced, and what a rank holds meanwhile."""
+"""Simulated sharding of parameters: timing of all-gathers and reductions, and memory of one rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SimulatedSharding(ParameterStore):
         link: link of the ranks that share the parameters.
         clock: clock of the rank; None where nothing takes time.
         memory: memory of its device.
-        host: host memory, for what is offloaded.
+        host: host memory, for offloaded parameters and gradients.
     """
 
     def __init__(

@@ -118,10 +118,10 @@ def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Har
 def move_seconds(
     direction: Direction, shape: AttentionShape, hardware: Hardware, tokens: int, devices: int = 1
 ) -> float:
-    """Return seconds until a chunk of keys and values is there, and the sums of the one before are written.
+    """Return the seconds to fetch one chunk of keys and values and write back the gradient sums of another.
 
-    Over the link to host memory, or from and to the disk where host memory is the device. Both ways at once share the
-    link.
+    Moves go over the link to host memory, or to the disk where host memory is the device. Both directions run at the
+    same time and share the link.
 
     Args:
         direction: of attention.

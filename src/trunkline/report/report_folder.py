@@ -1,4 +1,4 @@
-"""Writing of a report: a whole folder or nothing, and never over something that is no report."""
+"""Writing of a report: an atomic folder, which replaces only an empty folder or another report."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def _check(folder: Path) -> None:
     if others or (names and not is_report):
         what = f"'{others[0]}'" if others else "files"
         raise ValueError(
-            f"output: '{folder}' holds {what} that no report consists of, and only reports are replaced. Set --output "
+            f"output: '{folder}' holds {what} that no report contains, and only reports are replaced. Set --output "
             "to another folder."
         )

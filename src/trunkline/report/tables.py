@@ -26,7 +26,7 @@ class ReportTable:
 
 
 def lane_table(timeline: Timeline) -> ReportTable:
-    """Return busy time, bytes and exposed time of every lane of which something is known."""
+    """Return busy time, bytes and exposed time of every lane that has any of these."""
 
     def duration(seconds: float) -> str:
         return f"{seconds_text(seconds)} ({seconds / timeline.seconds:.1%})"

@@ -198,7 +198,7 @@ def _override(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """Merge new rope settings into the old: base and original length would become defaults otherwise."""
+    """Merge changed rope settings into the config's; keep its base and original length."""
     merged = {**(fields.get("rope_parameters") or {}), **changed}
     if merged.get("rope_type", "default") != "default":
         merged.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])

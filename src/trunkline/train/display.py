@@ -175,7 +175,7 @@ class PlainDisplay(Display):
         self._print(evaluation_line(record, self._header.steps))
 
     def _seconds_after(self, step: float, evaluations: int) -> float:
-        """Return the seconds of the steps after `step`, which may lie within a step, and of so many evaluations."""
+        """Estimate the seconds left after `step` (may be fractional), with `evaluations` still to run."""
         typical = typical_seconds([metrics.total_seconds for metrics in self._history])
         evaluation = 0.0 if self._evaluation is None else self._evaluation.seconds
         return max(0.0, self._header.steps - step) * typical + evaluations * evaluation

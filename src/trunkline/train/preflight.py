@@ -145,7 +145,7 @@ def _seconds(estimated: Estimate) -> float:
 
 
 def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
-    """Return the chunk sizes to try: the recipe's, or for auto those that suit the device, the likeliest first."""
+    """Return the chunk sizes to try: the recipe's, or for auto common sizes for the device, the likeliest first."""
     if recipe.chunk_size != "auto":
         return [recipe.chunk_size]
     usual = StreamConfig().chunk_tokens(device)

@@ -204,7 +204,7 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_aliases(settings: Iterable[tuple[str, Any]], source: str, notice: Notice) -> Iterator[tuple[str, Any]]:
-    """Yield settings under their names here; refuse two names of one setting in one source."""
+    """Rename settings from other trainers' names to ours; refuse two names of one setting in one source."""
     names: dict[str, str] = {}
     for name, value in settings:
         real = ALIASES.get(name, name)

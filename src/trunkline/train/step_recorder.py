@@ -182,7 +182,7 @@ class StepRecorder:
             self._holders[tier] = self._tallies[tier].parts_at_peak + self._states[tier]
 
     def _count_states(self) -> None:
-        """Count the bytes of parameters, optimizer states and gradients in each tier."""
+        """Record the bytes of parameters, optimizer states and gradients in each tier."""
         assert self._optimizer is not None
         masters = self._optimizer.optimised if self._optimizer.has_masters else []
         states = self._optimizer.adamw.state.values()

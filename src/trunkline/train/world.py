@@ -1,4 +1,4 @@
-"""Processes of a training run: the place of this one among them, and what they do together."""
+"""Processes of a training run: rank of this process, and collective operations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankLog(io.StringIO):
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Write to a file from now on, what was kept first."""
+        """Write the kept output to a file, and all later output too."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._file.write(self.getvalue())
@@ -93,7 +93,7 @@ class World:
         return float(total)
 
     def share_folder(self, folder: Path | None) -> Path:
-        """Return the folder of rank 0, on every rank."""
+        """Broadcast rank 0's folder to all ranks; the other ranks pass None."""
         if self.mesh is None:
             assert folder is not None
             return folder

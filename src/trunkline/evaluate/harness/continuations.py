@@ -33,7 +33,7 @@ class Continuation(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Tokens of both."""
+        """Number of tokens of the context and the continuation together."""
         return len(self.context) + len(self.ids)
 
 

@@ -189,7 +189,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         return ids
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness writes beside the results."""
+        """Return the facts about the model that the harness writes beside the results."""
         return {
             "model_num_parameters": sum(p.numel() for p in self.model.parameters()),
             "model_dtype": str(next(self.model.parameters()).dtype),

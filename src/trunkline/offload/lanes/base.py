@@ -110,7 +110,7 @@ class Lanes(Protocol):
         ...
 
     def prepare(self, nbytes: int) -> None:
-        """Allocate whatever moves of up to `nbytes` to and from a file need. Called before a sweep."""
+        """Allocate the buffers for file moves of up to `nbytes`. Called before a sweep."""
         ...
 
     def stash(self, x: Tensor, block: StorageBlock) -> Move:

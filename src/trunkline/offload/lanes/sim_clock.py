@@ -62,7 +62,7 @@ class QueuedWork:
 
     @property
     def earliest(self) -> float:
-        """Second in which it may begin; infinity while the item before it has not ended."""
+        """Earliest second at which the item may begin; infinity while the end of item `after` is unknown."""
         return self.ready if self.after is None else max(self.ready, self.after.end)
 
 
@@ -167,7 +167,7 @@ class SimClock:
         return min([*ends, *begins], default=math.inf)
 
     def _simulate(self, until: float) -> None:
-        """Run the queues up to a time, unless it is past."""
+        """Advance the queues up to second `until`; do nothing if the clock is past it."""
         while self._time < until:
             working = self._working()
             step = self._next_event(working)
@@ -178,7 +178,7 @@ class SimClock:
                 self._advance(step, working)
 
     def _advance(self, step: float, working: list[str]) -> None:
-        """Run the queues for so many seconds, in which no item begins or ends before the last moment."""
+        """Advance the queues by `step` seconds; no item may begin or end before the end of the step."""
         assert step < math.inf, "an item waits for one that never ends"
         rates = [self._rate(name, working) for name in working]
         for name, rate in zip(working, rates, strict=True):

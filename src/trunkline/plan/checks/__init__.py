@@ -17,7 +17,7 @@ class Finding:
     Attributes:
         name: of the thing that was checked.
         state: `ok`; `warn`: training works, but slower or with less memory; `fail`: training does not work.
-        found: what is there, in one line.
+        found: result of the check, in one line.
         fix: how to fix it; None where the state is `ok`.
     """
 
@@ -41,6 +41,6 @@ def attempt(name: str, check: Check) -> Iterator[Finding]:
         findings = check()
     except Exception as error:
         reason = " ".join(str(error).split()) or "no reason given"
-        fix = "Fix what the message names, or go on without this line; nothing else depends on it."
+        fix = "Fix the problem that the message names, or go on without this line; nothing else depends on it."
         findings = Finding(name, "warn", f"could not be checked: {type(error).__name__}: {reason}", fix)
     yield from [findings] if isinstance(findings, Finding) else findings

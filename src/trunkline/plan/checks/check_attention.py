@@ -26,7 +26,7 @@ def check_attention(short: str, device: torch.device) -> Finding:
 
     Args:
         short: a name of `DTYPES`.
-        device: on which.
+        device: device to compute on.
     """
     name, dtype = f"attention {short}", DTYPES[short]
     implementation = kernels.best_implementation(device) or kernels.active_implementation()
@@ -79,7 +79,15 @@ def kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_
 def _fix(
     short: str, device: torch.device, chosen: set[str], *, widened: bool, implementation: str | None
 ) -> str | None:
-    """Return how attention could be faster; None where it is as fast as it can be."""
+    """Return how to make attention faster; None if nothing would.
+
+    Args:
+        short: a name of `DTYPES`.
+        device: device of the kernels.
+        chosen: names of the kernels that serve the usual head dims.
+        widened: a kernel computes in fp32, since the processor lacks instructions for the dtype.
+        implementation: active flash implementation; None is PyTorch's own.
+    """
     if widened and short == "bf16":  # the dtype that models come in; few train in fp16 on a CPU
         return (
             "bfloat16 saves memory here and no time: model.dtype float32 is as fast and more exact, where it fits. "

@@ -54,7 +54,7 @@ def check_gpu(device: torch.device) -> Finding:
         free, memory = torch.cuda.mem_get_info(device)
     except RuntimeError as error:
         fix = (
-            f"End what else uses the device (nvidia-smi), or install a PyTorch that is built for it: this one "
+            f"Stop other programs on the device (nvidia-smi), or install a PyTorch that is built for it: this one "
             f"({torch.__version__}) is for {', '.join(torch.cuda.get_arch_list()) or 'no device'}."
         )
         return Finding(name, "fail", f"{text}: {str(error).strip().splitlines()[0]}", fix)
@@ -85,7 +85,7 @@ def check_cpu() -> Finding:
 
 
 def _why_no_gpu() -> tuple[str, str] | None:
-    """Return why PyTorch does not use a GPU, and the fix; None where nobody would expect one."""
+    """Return why PyTorch does not use a GPU, and the fix; None for a CPU build without an NVIDIA driver."""
     if torch.version.cuda is None and torch.version.hip is None:
         fix = "Install a PyTorch that is built for CUDA: https://pytorch.org/get-started/locally"
         return ("There is an NVIDIA GPU, and this PyTorch is built for CPUs only", fix) if DRIVER.is_file() else None

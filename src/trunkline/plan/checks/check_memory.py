@@ -18,7 +18,7 @@ _OPEN_FILES = 1024  # the usual limit: enough for one machine, as long as nobody
 
 
 def check_host_memory() -> Finding:
-    """Check that there is host memory for offloaded chunks, or on a CPU for everything."""
+    """Check that host memory has room for offloaded chunks; on a CPU, for all tensors."""
     total, available, limit = psutil.virtual_memory().total, available_memory(), memory_limit()
     text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit.limit < total:

@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, required and optional packages, and compilers."""
+"""Checks of installed software: Python, required and optional packages, and compilers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from trunkline.plan.checks import Finding, judge
 
-# What each optional package gives, and its oldest version that does; "" for any.
+# Feature of each optional package, and the oldest version that has it; "" for any.
 OPTIONAL: dict[str, tuple[str, str]] = {
     "peft": ("LoRA and other adapters", ">=0.18"),
     "bitsandbytes": ("weights in 4 bits below adapters", ""),
@@ -76,7 +76,7 @@ def check_other_required(but: tuple[str, ...] = ()) -> Finding:
 
 
 def check_optional(name: str) -> Finding:
-    """Check the version of an optional package; where it is not installed, say what it would give."""
+    """Check the version of an optional package; if it is missing, name the feature that needs it."""
     gives, needed = OPTIONAL[name]
     try:
         version = metadata.version(name)
@@ -102,7 +102,7 @@ def check_compiler() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Check that `compile=True` can make kernels for a CUDA device."""
+    """Check that Triton is installed; `compile=True` needs it on a CUDA device."""
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         if _problem(name, SpecifierSet()) is None:
             return Finding("triton", "ok", f"{metadata.version(name)}, for compile=True on CUDA")

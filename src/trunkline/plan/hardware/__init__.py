@@ -1,4 +1,4 @@
-"""Hardware profiles: what a machine holds, moves and computes, each figure with its source."""
+"""Hardware profiles: memory, bandwidth and compute of a machine, each figure with its source."""
 
 from trunkline.plan.hardware.hardware_profile import Hardware, load, names, parse, profile_of, speeds_of
 from trunkline.plan.hardware.profile_schema import (

@@ -77,7 +77,7 @@ class Hardware(ProfileFigures):
             figures: as in a profile file; with a `base`, only the figures that differ from it.
             name: of the profile.
             attention: the kernel whose attention figures count; None takes the profile's default.
-            where: what errors begin with; None is the name.
+            where: text that errors begin with; None is the name.
 
         Raises:
             ValueError: a figure is missing, unknown or malformed, the base is unknown, or there are no figures of this
@@ -118,8 +118,8 @@ class Hardware(ProfileFigures):
         """Return FLOP/s of an attention kernel; the class says how they are counted, `matmul_rate` which dtypes.
 
         Samples are weighted by their nearness in the logarithms of queries and keys. For a head dim without samples
-        the time of a pair is taken to be linear between those that have some (on GPUs after padding to a multiple of
-        32); below all of them the time stays, above all of them the rate.
+        the time of a pair is interpolated linearly between head dims with samples (on GPUs after padding to a multiple
+        of 32); below all of them the time stays, above all of them the rate.
 
         Args:
             direction: forward or backward.
@@ -258,7 +258,7 @@ def parse(text: str, *, name: str = "profile", attention: str | None = None, whe
         text: one profile, its figures at the top level.
         name: of the profile.
         attention: see `load`.
-        where: what errors begin with; None is the name.
+        where: text that errors begin with; None is the name.
 
     Raises:
         ValueError: see `load`.
@@ -286,7 +286,7 @@ def _tables(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(
-            f"{where}: not TOML: {error}. Mend the file, or write it again with `trunkline tune`."
+            f"{where}: not TOML: {error}. Fix the file, or write it again with `trunkline tune`."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Rates of any size, interpolated between the sizes that somebody measured.
+"""Rates of any size, interpolated between measured sizes.
 
 Between samples a rate is interpolated in the logarithms of sizes and rates. Beyond the outermost samples it stays
 the same: no rate is ever above the fastest sample or below the slowest.

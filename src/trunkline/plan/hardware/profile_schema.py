@@ -38,11 +38,11 @@ _Size: TypeAlias = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False, m
 
 
 class NoFigures(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
-    """A profile has no figures for a dtype, or for collectives, that somebody asks for."""
+    """Error: a profile has no figures for the requested dtype, or for collectives."""
 
 
 def _content(entry: Any, key: str, form: str) -> Any:
-    """Return the value or the points of a figure, once its source and date are right."""
+    """Return `entry[key]` of a figure after checking its keys, source and date; errors show the valid `form`."""
     if not isinstance(entry, Mapping) or set(entry) != {key, "source", "date"}:
         raise ValueError(f"give {form} and no other keys, not {entry!r}")
     if not isinstance(entry["source"], str) or not entry["source"].strip():
