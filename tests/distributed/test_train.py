@@ -149,7 +149,7 @@ def test_timeouts_follow_the_duration_of_a_step() -> None:
 
 
 def test_killed_process_ends_the_run_with_a_message(tmp_path: Path) -> None:
-    """As torchrun does it: the others get SIGTERM."""
+    """The remaining rank gets SIGTERM, as torchrun sends it."""
     path = recipe(tmp_path, ranks={"sp": 2}, steps=10_000)
     started = start(2, command, str(path), str(tmp_path / "log"))
     deadline = time.monotonic() + 60
