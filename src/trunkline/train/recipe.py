@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from trunkline.config import Declared, StreamConfig, declared_settings
 from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths, parse_length
@@ -29,6 +38,12 @@ def _as_list(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return (value,) if isinstance(value, int) else value or ()
+
+
+def _refuse_repeated(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) != len(value):
+        raise ValueError("names the same thing twice")
+    return value
 
 
 def _as_files(value: Any) -> Any:
@@ -202,7 +217,7 @@ def _field(declared: Declared) -> tuple[Any, Any]:
     """Return the type and the field of a declared setting for pydantic; StreamConfig checks the values."""
     kind, setting = declared.type, declared.setting
     if get_origin(kind) is Collection:
-        kind = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
+        kind = Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_refuse_repeated)]
     elif kind is not bool:
         kind = Annotated[kind, BeforeValidator(_refuse_bool)]
     extra: dict[str, Any] = {"group": setting.group, "unit": setting.unit}
