@@ -261,7 +261,9 @@ class StoreRequests:
                     found.append(self._request(parts, both, self._reading, persistent=True))
             if layout.position(layer) == 0:
                 twice = not layout.saves and count == 1 and self._live_chunks[layer] < len(self._rows)
-                readers = 2 * self._reading if twice else both  # keys and values of a window: see `again.project_kv`
+                readers = (
+                    2 * self._reading if twice else both
+                )  # keys and values of a window: see `recompute.kv_before_replay`
                 found.append(
                     self._request({f"input {layer}": widths.hidden}, both, readers, persistent=True, hidden=True)
                 )
