@@ -94,11 +94,13 @@ def backward_sweep(state: StepState, layer: int, factor: Tensor | None) -> None:
         if factor is not None:  # in the dtype of the loss, rounded once
             dy_BCE = (dy_BCE.to(factor.dtype) * factor).to(dy_BCE.dtype)
         grads = differentiate([y_BCE], [*graph_params, x_BCE] if with_input else graph_params, [dy_BCE])
+        # None, too, where only attention reaches the input, and head groups defer its gradient.
+        dx_BCE = grads.pop() if with_input else None
         if with_input:
-            dx_BCE = grads.pop()  # None where only attention reaches the input, and head groups defer its gradient
             dy.stash(i, torch.zeros_like(x_BCE) if dx_BCE is None else dx_BCE)
         state.grad_sums.add(parameters, grads)
-        del x_BCE, y_BCE, dy_BCE, grads
+        # Free them before the next chunk is replayed: budgets count no second one, and `dx_BCE` may be offloaded.
+        del x_BCE, y_BCE, dy_BCE, dx_BCE, grads
     inputs.release()
     if isinstance(core, HeadGroupsCore):
         head_group_sweeps.after_backward(state, layer, core)
