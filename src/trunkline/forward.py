@@ -103,6 +103,9 @@ class StreamedForward:
         cache = cache_inputs.take_cache(given, type(self.decoder.model).__name__, self.new_cache)
         if cache is not None:
             return self.extend(given, cache, again=True)
+        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+            if given.get(flag) is None:
+                given[flag] = getattr(self.decoder.model.config, flag, None)
         loss: Tensor | None = None
         logits: Tensor | None = None
         with self._step(given) as (state, differentiable, wanted):
@@ -251,9 +254,6 @@ class StreamedForward:
     def _read(self, given: dict[str, Any]) -> inputs.ForwardInputs:
         """Check the arguments of a forward, as far as this rank alone can."""
         model = self.decoder.model
-        for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
-            if given.get(flag) is None:
-                given[flag] = getattr(model.config, flag, None)
         if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self.decoder.layers):
             raise ValueError(
                 f"{type(model).__name__} has gradient checkpointing on; streaming already recomputes activations: "
