@@ -143,7 +143,7 @@ def _check_rising(
     breaks = _breaks(positions, lengths, num_rows)
     if known is None:
         wrong = breaks & ~(positions[:, 1:] == 0).cpu()
-        mend = (
+        fix = (
             "they must rise by 1 within a document, and begin at 0 in the next. Where they go on in the next document "
             "pass document_ids, too, a number for each token's document"
         )
@@ -152,11 +152,11 @@ def _check_rising(
         wrong = breaks.expand(num_rows, -1).clone()
         for row, each in enumerate(_each(starts, num_rows)):
             wrong[row, [start - 1 for start in each[1:]]] = False
-        mend = f"within a document of {name} they must rise by 1"
+        fix = f"within a document of {name} they must rise by 1"
     if bool(wrong.any()):
         row, at = (int(x) for x in wrong.nonzero()[0])
         before, after = (int(x) for x in positions[min(row, len(positions) - 1), at : at + 2])
-        raise ValueError(f"position_ids go from {before} to {after} at token {at + 1}: {mend}.")
+        raise ValueError(f"position_ids go from {before} to {after} at token {at + 1}: {fix}.")
 
 
 def _without_padding(positions: Tensor, lengths: list[int], num_rows: int, *, packed: bool) -> Tensor:

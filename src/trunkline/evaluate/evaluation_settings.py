@@ -61,7 +61,7 @@ class EvaluateSettings:
         for name, values in (("tasks", names), ("lengths", self.lengths), ("depths", self.depths)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name}: one is named twice ({', '.join(map(str, values))}). Name each once.")
-        for name, is_valid, mend in (
+        for name, is_valid, fix in (
             ("lengths", all(length >= 1 for length in self.lengths), "numbers of tokens above 0"),
             ("depths", self.depths and all(0 <= depth <= 1 for depth in self.depths), "at least one, from 0 to 1"),
             ("samples", self.samples >= 1, "1 or more"),
@@ -70,7 +70,7 @@ class EvaluateSettings:
             ("bin_width", self.bin_width is None or self.bin_width >= 1, "1 position or more, or None"),
         ):
             if not is_valid:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is out of range. Set {mend}.")
+                raise ValueError(f"{name}: {getattr(self, name)!r} is out of range. Set {fix}.")
 
     @property
     def resolved_tasks(self) -> tuple[LongContextTask, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trunkline.engine import documents
 from trunkline.engine.batch import IGNORE, Batch
 
-_MENDS = {
+_FIXES = {
     "output_router_logits": "the auxiliary loss of experts is not supported yet: set it to False",
     "inputs_embeds": "pass input_ids (prompt and prefix tuning, which make embeddings of their own, are not supported)",
     "cache": "it goes without labels",
@@ -100,8 +100,8 @@ def token_ids(given: dict[str, Any], name: str, vocab_size: int) -> Tensor:
     for argument, value in given.items():
         if argument not in _READ and value is not None and value is not False:
             close = difflib.get_close_matches(argument, _READ, 1)
-            mend = _MENDS.get(argument, f"leave it out, or did you mean {close[0]}" if close else "leave it out")
-            raise ValueError(f"{argument} is not supported by a streamed {name}: {mend}.")
+            fix = _FIXES.get(argument, f"leave it out, or did you mean {close[0]}" if close else "leave it out")
+            raise ValueError(f"{argument} is not supported by a streamed {name}: {fix}.")
     ids_BS = given.get("input_ids")
     if not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2 or ids_BS.numel() == 0 or ids_BS.is_floating_point():
         got = f"{tuple(ids_BS.shape)}, {ids_BS.dtype}" if isinstance(ids_BS, Tensor) else type(ids_BS).__name__

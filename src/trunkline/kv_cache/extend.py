@@ -58,7 +58,7 @@ def extend(
     tiers: Tiers,
     ranks: Ranks,
     conditions: ReplayContext,
-    reaches: Sequence[AttentionSpan],
+    attention_spans: Sequence[AttentionSpan],
     cache: StreamedCache,
     new: NewTokens,
 ) -> Tensor:
@@ -70,7 +70,7 @@ def extend(
         tiers: of the model.
         ranks: share the sequence.
         conditions: random state, autocast and kernels of the forward.
-        reaches: attention span of each layer.
+        attention_spans: attention span of each layer.
         cache: of this model.
         new: the new tokens.
 
@@ -88,10 +88,12 @@ def extend(
     else:
         chunks = split(padded_length(count, ranks.chunk_multiple), config.chunk_tokens(new.batch.input_ids_BS.device))
     own, rows = [ranks.local_tokens(chunk) for chunk in chunks], [ranks.query_rows(chunk) for chunk in chunks]
-    run = StepState(decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], reaches, Stores(tiers))
+    run = StepState(
+        decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], attention_spans, Stores(tiers)
+    )
     total = cache.length + count
-    masks = {reach: reach.row_masks(new.documents, total) for reach in set(reaches)}
-    row_masks = [masks[reach] for reach in reaches]
+    masks = {span: span.row_masks(new.documents, total) for span in set(attention_spans)}
+    row_masks = [masks[span] for span in attention_spans]
     with conditions.restored(), decoder.streamed_attention(), torch.no_grad():
         cache.expand_rows(len(new.batch.input_ids_BS))
         if tiers.limited and not cache.token_bytes:

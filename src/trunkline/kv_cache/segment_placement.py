@@ -42,7 +42,7 @@ def new_segment(run: StepState, cache: StreamedCache, row_masks: Sequence[Sequen
         ValueError: the segment does not fit in the budgets.
     """
     count, batch, layers = len(run.rows), len(run.batch.input_ids_BS), range(len(row_masks))
-    windowed = frozenset(i for i, reach in enumerate(run.attention_spans) if reach.window is not None)
+    windowed = frozenset(i for i, span in enumerate(run.attention_spans) if span.window is not None)
     ranges = _token_ranges(run, cache.length)
     margin = cache.margin(run.batch.seq_len)
     held = [_num_live(run, ranges, row_masks[i], margin) if i in windowed else count for i in layers]
