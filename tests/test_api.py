@@ -16,6 +16,7 @@ from families import build
 from oracle import check, collect, plain, relative_error, streamed, tokens
 
 import trunkline
+from trunkline.api import streamed_forward
 
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
 
@@ -374,3 +375,14 @@ def test_an_input_on_another_device_is_refused() -> None:
     model.get_input_embeddings().to("meta")
     with pytest.raises(ValueError, match=r"input_ids are on cpu and the model is on meta.*DataParallel"):
         model(input_ids=tokens(1, 20), labels=tokens(1, 20))
+
+
+@torch.no_grad()
+def test_flags_of_a_config_are_for_forwards_and_not_for_scores() -> None:
+    model = trunkline.stream(build("llama", torch.float32).eval(), chunk_size=8)
+    ids = tokens(1, 20)
+    expected = streamed_forward(model, "score").score(input_ids=ids, labels=ids)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="output_hidden_states is not supported"):
+        model(input_ids=ids, labels=ids)
+    assert torch.equal(streamed_forward(model, "score").score(input_ids=ids, labels=ids), expected)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import trunkline
 from trunkline.attention import kv_spans
+from trunkline.offload.chunked_sequence import ChunkedSequence
 
 KEEPS = [(), ("attention",), ("kv",), ("attention", "kv")]
 
@@ -61,26 +62,52 @@ def test_kept_bytes_are_those_of_the_formula_and_are_released(keep: tuple[str, .
     model = trunkline.stream(build("llama", torch.float32), chunk_size=8, keep=keep)
     ids = tokens(1, 40)
     loss = model(input_ids=ids, labels=ids).loss
-    run = loss.grad_fn.run
+    state = loss.grad_fn.state
     per_token = 4 * (4 * 8 + 4) * ("attention" in keep) + 4 * 2 * 2 * 8 * ("kv" in keep)  # o, lse; k, v
-    assert sum(core.nbytes for core in run.cores) == 3 * 40 * per_token
-    assert sum(sequence.nbytes for sequence in run.inputs) == 3 * 40 * 32 * 4
-    assert run.dy.nbytes == 40 * 32 * 4
+    assert sum(core.nbytes for core in state.cores) == 3 * 40 * per_token
+    assert sum(sequence.nbytes for sequence in state.inputs) == 3 * 40 * 32 * 4
+    assert state.dy.nbytes == 40 * 32 * 4
     loss.backward()
-    assert all(core is None for core in run.cores)
-    assert sum(sequence.nbytes for sequence in run.inputs) == 0
-    assert run.dy.nbytes == 0
-    assert not run.sums._sums
+    assert all(core is None for core in state.cores)
+    assert sum(sequence.nbytes for sequence in state.inputs) == 0
+    assert state.dy.nbytes == 0
+    assert not state.grad_sums._sums
 
 
 def test_a_forward_that_is_dropped_frees_what_it_kept() -> None:
     model = trunkline.stream(build("llama", torch.float32), chunk_size=8)
     loss = model(input_ids=tokens(1, 40), labels=tokens(1, 40)).loss
 
-    held = weakref.ref(loss.grad_fn.run.cores[0])
+    held = weakref.ref(loss.grad_fn.state.cores[0])
     del loss
     gc.collect()
     assert held() is None
+
+
+def test_the_input_gradient_of_a_chunk_is_freed_before_the_next_chunk_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    stash = ChunkedSequence.stash
+
+    def offload(self: ChunkedSequence, index: int, x: torch.Tensor) -> None:
+        if self._name != "dy":
+            stash(self, index, x)
+            return
+        refs.append(weakref.ref(x))
+        stash(self, index, x.clone())  # as a store beyond the device: it holds no reference to `x`
+
+    def progress(at: trunkline.Progress) -> None:
+        if at.part == "backward":
+            alive.append(sum(ref() is not None for ref in refs))
+
+    monkeypatch.setattr(ChunkedSequence, "stash", offload)
+    model = trunkline.stream(build("llama", torch.float32), chunk_size=8, progress=progress)
+    model(input_ids=tokens(1, 40), labels=tokens(1, 40)).loss.backward()
+    assert refs
+    assert alive
+    assert not any(alive)
 
 
 def test_evaluation_keeps_nothing() -> None:

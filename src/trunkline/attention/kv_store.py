@@ -109,7 +109,7 @@ class KVStore:
                 sequence.drop(index)
 
     def end_reading(self) -> None:
-        """Release the last chunk returned, and cancel the announced reads after it."""
+        """Release the last chunk returned; no announced read may be left."""
         for reader in self._readers:
             reader.release()
         self._readers = ()
