@@ -150,6 +150,8 @@ def test_unknown_overrides_are_refused_with_the_nearest_name(tmp_path):
             changed(keep=["everything"]),
             r"keep=\['everything'\]: 'everything' is unknown; choose out of \['attention', 'kv'\]",
         ),
+        (changed(data={"files": False}), r"data\.files: .*valid list.* \(got False\)"),
+        (changed(keep={}), r"keep: .*valid tuple"),
         (changed(keep=["kv", "kv"]), r"keep: names the same thing twice"),
         (changed(device="gpu"), r"device: 'gpu' is no device; use auto, cpu, cuda"),
         (changed(device="cpu:0"), r"device: 'cpu:0' is no device"),

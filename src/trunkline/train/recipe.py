@@ -37,7 +37,9 @@ def _as_list(value: Any) -> Any:
     """Return a list for one value, for text with commas, or for null, as people write lists."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    return (value,) if isinstance(value, int) else value or ()
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else value
 
 
 def _refuse_repeated(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -47,7 +49,9 @@ def _refuse_repeated(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _as_files(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value or []
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
