@@ -117,7 +117,7 @@ class StreamConfig:
         Setting(
             "streaming",
             "activations kept between forward and backward: attention (backward does not compute attention again), kv "
-            "(nor project keys and values again), both, or none, which takes the least memory",
+            "(nor project keys and values again), both, or none (`[]`), which takes the least memory",
         ),
     ] = ("attention",)
     checkpoint_every: Annotated[
@@ -297,5 +297,8 @@ def keepable(keep: Iterable[str] | str) -> frozenset[str]:
     names = frozenset((keep,) if isinstance(keep, str) else keep)
     unknown = sorted(str(name) for name in names if name not in KEEPABLE)
     if unknown:
-        raise ValueError(f"keep={sorted(map(str, names))}: {unknown[0]!r} is unknown; choose out of {list(KEEPABLE)}.")
+        raise ValueError(
+            f"keep={sorted(map(str, names))}: {unknown[0]!r} is unknown; choose out of {list(KEEPABLE)}, "
+            "or [] for none."
+        )
     return names

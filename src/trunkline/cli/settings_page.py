@@ -15,9 +15,9 @@ _INTRODUCTION = f"""# Settings
 
 A setting has one name, one default and one meaning: in a recipe (`trunkline train`, `trunkline plan`), as an override
 on the command line (`--chunk_size 8192`, `--optimizer.lr 3e-4`) and, for streaming and memory, as a keyword
-argument (`trunkline.stream(model, chunk_size=8192)`) and an option of `trunkline generate` and `trunkline evaluate`
-(`--chunk-size 8192`). Bytes are a number, or text such as `24GiB` (1024-based) or `500MB` (1000-based). Lengths and
-sizes are of the whole sequence and the whole batch, not per device.
+argument (`trunkline.stream(model, chunk_size=8192)`). `trunkline generate` and `trunkline evaluate` take the settings
+that inference uses as options (`--chunk-size 8192`). Bytes are a number, or text such as `24GiB` (1024-based) or
+`500MB` (1000-based). Lengths and sizes are of the whole sequence and the whole batch, not per device.
 """
 _GROUPS = {
     "streaming": ("Streaming", "How a step runs. `stream` takes `progress`, too: a function called before each chunk."),
