@@ -13,8 +13,8 @@ from families import build
 from oracle import packed, positions, streamed, tokens
 
 import trunkline
-from trunkline.attention import loop
 from trunkline.attention.core import Core
+from trunkline.attention.kernels import CpuFlashKernel
 from trunkline.attention.kv_store import KVStore
 
 CHUNK, N = 8, 12  # tokens of a chunk, chunks
@@ -59,7 +59,7 @@ def test_keys_that_a_window_has_passed_are_dropped(monkeypatch: pytest.MonkeyPat
     model = build("mistral", torch.float32, sliding_window=12, num_hidden_layers=2)
     trunkline.stream(model, chunk_size=CHUNK)
     pair = 2 * CHUNK * 2 * 8 * 4  # keys and values of a chunk: two heads of 8 in fp32
-    forward = watch(monkeypatch, Core, "attend", lambda self, *_: self._kv.nbytes // pair)
+    forward = watch(monkeypatch, Core, "forward", lambda self, *_: self._kv.nbytes // pair)
     loss = model(input_ids=IDS, labels=IDS).loss
     assert forward == 2 * [1, *[2] * (N - 2), 0]
     backward = watch(monkeypatch, Core, "_gradient", lambda self, chunk, *_: (chunk.index, self._kv.nbytes // pair))
@@ -84,21 +84,20 @@ def test_kernels_compute_visible_pairs_only(lengths: list[int], monkeypatch: pyt
     """Kernel calls compute the triangles of the documents and nothing else, forward and backward."""
     computed = {"forward": 0, "backward": 0}
 
-    def counting(part: str) -> Callable[..., Any]:
-        call = getattr(loop, f"{part}_block")
-
-        def counted(kernel: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
-            rows, keys = (b - a for a, b in (block.rows, block.keys))
-            size = block.tile or rows
-            triangle = rows // size * (size * (size + 1) // 2) + (0 if block.tile else rows * (keys - rows))
-            computed[part] += rows * keys if block.shape == "full" else triangle
-            return call(kernel, block, *args, **kwargs)
+    def count(part: str) -> Callable[..., Any]:
+        def counted(q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+            tiles, rows, keys = len(q), q.shape[2], k.shape[2]
+            assert rows == keys or not causal
+            computed[part] += tiles * (rows * (rows + 1) // 2 if causal else rows * keys)
 
         return counted
 
+    forward, backward = count("forward"), count("backward")
+    watch(monkeypatch, CpuFlashKernel, "forward", lambda _, q, k, v, *, causal, scale: forward(q, k, causal))
+    watch(monkeypatch, CpuFlashKernel, "backward", lambda _, do, q, k, *rest, causal, scale: backward(q, k, causal))
     model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
-    for part in computed:
-        monkeypatch.setattr(loop, f"{part}_block", counting(part))
+    packed(model, IDS, position_ids=positions([lengths]))  # the first step also probes the layers
+    computed.update(forward=0, backward=0)
     packed(model, IDS, position_ids=positions([lengths]))
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     assert computed == {"forward": pairs, "backward": pairs}
