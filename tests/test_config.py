@@ -68,7 +68,7 @@ def test_the_page_of_settings_is_up_to_date() -> None:
     [
         ({"chunk": 8}, r"chunk is not a setting of stream\(\): did you mean chunk_size\?"),
         ({"checkpoint_evry": 8}, "did you mean checkpoint_every"),
-        ({"qqqq": 8}, r"qqqq is not a setting of stream\(\): leave it out"),
+        ({"qqqq": 8}, r"qqqq is not a setting of stream\(\): Settings are chunk_size, keep"),
         ({"chunk_size": 0}, "chunk_size=0: give a positive whole number of tokens, or 'auto'"),
         ({"chunk_size": True}, "chunk_size=True: give a positive whole number of tokens"),
         ({"keep": ["all"]}, r"keep=\['all'\]: 'all' is unknown; choose out of \['attention', 'kv'\]"),

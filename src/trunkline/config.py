@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
-from trunkline.units import parse_bytes
+from trunkline.units import parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     import torch  # for types only: `trunkline --help` reads the declaration and does not wait for torch
 
 KEEPABLE = ("attention", "kv")
 
-ChunkSize = int | Literal["auto"]
+ChunkSize = int | str  # "auto", or tokens, also as "16K"
 AttnKernel = Literal["auto", "cpu_flash", "cuda_flash", "math"]
 AttnStrategy = Literal["auto", "resident", "head_groups", "streamed"]
 Bytes = int | str  # "24GiB" is 1024-based, "24GB" 1000-based
@@ -107,8 +107,8 @@ class StreamConfig:
         ChunkSize,
         Setting(
             "streaming",
-            "tokens of the whole sequence that go through a layer at a time; auto is 4,096 on a CPU and 16,384 on an "
-            "accelerator",
+            "tokens of the whole sequence that go through a layer at a time, such as 16K; auto is 4,096 on a CPU and "
+            "16,384 on an accelerator",
             "tokens",
         ),
     ] = "auto"
@@ -194,9 +194,13 @@ class StreamConfig:
 
     def __post_init__(self) -> None:
         """Check the settings, each alone and then together."""
-        size = self.chunk_size
-        if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"chunk_size={size!r}: give a positive whole number of tokens, or 'auto'.")
+        if self.chunk_size != "auto":
+            try:
+                object.__setattr__(self, "chunk_size", parse_tokens(self.chunk_size))
+            except ValueError as error:
+                raise ValueError(
+                    f"chunk_size={self.chunk_size!r}: give a positive whole number of tokens, or 'auto'."
+                ) from error
         if self.logits_budget != "auto" and not self.logits_bytes:
             raise ValueError(f"logits_budget={self.logits_budget!r}: give a positive number of bytes, or 'auto'.")
         object.__setattr__(self, "keep", keepable(self.keep))
@@ -255,7 +259,7 @@ class StreamConfig:
 
     def chunk_tokens(self, device: torch.device) -> int:
         """Tokens in a chunk on a device."""
-        if self.chunk_size == "auto":
+        if isinstance(self.chunk_size, str):
             return 4_096 if device.type == "cpu" else 16_384
         return self.chunk_size
 
@@ -272,9 +276,8 @@ def resolve_config(config: StreamConfig | None, settings: StreamSettings | dict[
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(
-                f"{name} is not a setting of stream(): {f'did you mean {near[0]}?' if near else 'leave it out.'}"
-            )
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"{name} is not a setting of stream(): {hint}Settings are {', '.join(known)}.")
     return StreamConfig(**settings) if config is None else dataclasses.replace(config, **settings)
 
 

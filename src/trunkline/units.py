@@ -1,4 +1,4 @@
-"""Bytes: sizes with units, and the names of the memory tiers."""
+"""Numbers of bytes and of tokens with units, and the names of the memory tiers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ TIERS: tuple[TierName, ...] = ("device", *OFFLOAD_TIERS)
 
 _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGTP", 1)},
           **{f"{p}IB": 1024**i for i, p in enumerate("KMGTP", 1)}}  # fmt: skip
+
+TOKEN_UNITS = {"": 1, "K": 1024, "M": 1024**2}
 
 
 def parse_bytes(setting: str, value: int | str | None) -> int | None:
@@ -42,3 +44,21 @@ def format_bytes(nbytes: int) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.1f} {unit}" if unit != "B" else f"{nbytes} B"
+
+
+def parse_tokens(text: int | str) -> int:
+    """Parse a number of tokens.
+
+    Args:
+        text: a number, or one followed by K (1,024) or M (1,048,576): "16K", "1.5M", "32_768".
+
+    Raises:
+        ValueError: it is not a whole number of tokens above 0.
+    """
+    if isinstance(text, bool) or not isinstance(text, int | str):
+        raise ValueError(f"{text!r} is not a number of tokens: write 4096, 4K or 1M")
+    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([KM]?)", str(text).strip().upper())
+    tokens = 0.0 if match is None else float(re.sub("[_,]", "", match[1])) * TOKEN_UNITS[match[2]]
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{text!r} is not a number of tokens: write 4096, 4K or 1M")
+    return int(tokens)

@@ -132,7 +132,7 @@ def run_in_process(capsys, *arguments: object) -> tuple[int, str, str]:
         ),
     ],
 )
-def test_mistakes_end_with_2_and_one_paragraph(recipe, tmp_path, capsys, arguments, message):
+def test_wrong_settings_exit_with_2_and_one_paragraph(recipe, tmp_path, capsys, arguments, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "pictures").mkdir()
@@ -153,7 +153,7 @@ def test_mistakes_end_with_2_and_one_paragraph(recipe, tmp_path, capsys, argumen
 @pytest.mark.parametrize(
     ("content", "message"), [("context: [1", "not valid YAML"), (None, "does not exist"), ("", "holds nothing")]
 )
-def test_bad_recipes_end_with_2(tmp_path, capsys, content, message):
+def test_invalid_recipes_exit_with_2(tmp_path, capsys, content, message):
     path = tmp_path / "r.yaml"
     if content is not None:
         path.write_text(content)
@@ -163,19 +163,19 @@ def test_bad_recipes_end_with_2(tmp_path, capsys, content, message):
     assert err.count("\n") == 1
 
 
-def test_mistakes_in_a_real_process(recipe):
+def test_wrong_settings_in_a_real_process(recipe):
     done = trunkline("train", recipe, "--optimizer.lrr", "1")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == "error: 'optimizer.lrr' is not a setting. Did you mean 'optimizer.lr'?\n"
 
 
-def test_typers_own_errors_end_with_2(capsys):
+def test_usage_errors_exit_with_2(capsys):
     assert run_in_process(capsys, "trian")[0] == 2
     assert run_in_process(capsys, "train")[0] == 2
 
 
-def test_divergence_ends_with_1(recipe, capsys, monkeypatch, tmp_path):
+def test_divergence_exits_with_1(recipe, capsys, monkeypatch, tmp_path):
     def diverge(self, index):
         raise TrainingDivergedError("the loss of step 1 is nan.")
 
@@ -192,7 +192,7 @@ def test_bugs_keep_their_traceback(recipe, monkeypatch):
         cli.run(["train", str(recipe)])
 
 
-def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
+def test_an_interruption_exits_with_130_and_one_sentence(recipe, tmp_path):
     command = [sys.executable, "-u", "-m", "trunkline", "train", str(recipe), "--steps", "100000"]
     process = subprocess.Popen(
         command,
@@ -216,7 +216,7 @@ def test_interruption_ends_with_130_and_a_plain_sentence(recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_family_that_cannot_be_streamed(recipe, tmp_path, capsys):
+def test_an_unsupported_family_is_refused_by_name(recipe, tmp_path, capsys):
     from transformers import FalconConfig, FalconForCausalLM
 
     from trunkline.data import load_encoder
@@ -244,7 +244,7 @@ def test_a_family_that_cannot_be_streamed(recipe, tmp_path, capsys):
         (OSError(28, "No space left on device", "run/model"), "No space left on device: run/model"),
     ],
 )
-def test_what_a_machine_runs_out_of(recipe, capsys, monkeypatch, error, said):
+def test_out_of_memory_and_full_disks_are_explained(recipe, capsys, monkeypatch, error, said):
     def fail(self, index):
         raise error
 

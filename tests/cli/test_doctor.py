@@ -98,7 +98,7 @@ def test_warnings_exit_with_0(quick, capsys, tmp_path, monkeypatch):
     assert out.splitlines()[-1].endswith("warn: ready to train.")
 
 
-def test_a_check_that_breaks_down_is_one_line(quick, capsys, tmp_path, monkeypatch):
+def test_a_crashing_check_is_one_line(quick, capsys, tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 

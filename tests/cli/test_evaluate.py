@@ -111,7 +111,7 @@ def test_json_is_all_there_is_on_standard_output(
         assert one["log_prob"] == pytest.approx(other["log_prob"], rel=1e-5)
 
 
-def test_defaults_are_what_the_model_is_made_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_tasks_and_lengths_follow_the_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, model, "--samples", 1, "--depths", 1)
     assert code == 0
     assert "lengths: 4K (the model has 4,096 positions; --lengths sets others)" in err
@@ -137,7 +137,9 @@ def test_default_lengths(made_for: int | None, said: str) -> None:
     assert ", ".join(map(length_text, settings.lengths)) == said
 
 
-def test_more_than_the_model_is_made_for(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_beyond_the_positions_of_the_model_are_noted(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, err = call(capsys, model, "--tasks", "needle", "--lengths", "5K", "--samples", 1)
     assert code == 0
     assert "note: up to 5,120 tokens are more than the 4,096 positions of this model" in err
@@ -188,7 +190,7 @@ def test_a_file_without_text_is_refused(model: Path, tmp_path: Path, capsys: pyt
     assert "--perplexity: the files hold no text" in err
 
 
-def test_several_processes_are_told(
+def test_several_processes_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -197,7 +199,7 @@ def test_several_processes_are_told(
     assert "trunkline evaluate is one process: start it without torchrun" in err
 
 
-def test_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, tmp_path)
     assert code == 2
     assert "is no model folder" in err

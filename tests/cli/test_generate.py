@@ -43,7 +43,7 @@ def own(model: Path, text: str, count: int) -> str:
     return str(tokenizer.decode(new, skip_special_tokens=True))
 
 
-def test_text_is_printed_and_speeds_are_told(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
+def test_text_and_speeds_are_printed(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text("And not all those who wander")
     code, out, err = run(
@@ -79,9 +79,7 @@ def test_json_and_tiers(capsys: pytest.CaptureFixture[str], model: Path, tmp_pat
     assert (code, json.loads(out)["text"]) == (0, found[0]["text"])
 
 
-def test_a_prompt_that_was_read_is_not_read_again(
-    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
-) -> None:
+def test_a_saved_prompt_is_not_read_again(capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     cache = tmp_path / "cache"
     code, out, err = run(capsys, model, "--file", tmp_path / "text.txt", "--max-new-tokens", 0, "--save-cache", cache)
@@ -102,7 +100,7 @@ def test_sampling_is_by_seed(capsys: pytest.CaptureFixture[str], model: Path) ->
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_wrong_budget_is_told_before_a_model_is_loaded(
+def test_a_wrong_budget_is_refused_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loaded(*_: object, **__: object) -> None:
@@ -144,7 +142,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], model: Path, arguments: li
     assert "Traceback" not in err
 
 
-def test_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, _, err = run(capsys, tmp_path, "--prompt", "a")
     assert code == 2
     assert "is no model folder: it must hold config.json" in " ".join(err.split())

@@ -74,7 +74,7 @@ def test_json_is_what_a_report_reads(capsys: pytest.CaptureFixture[str], recipe:
     assert read.moved["comm"] > 0
 
 
-def test_what_the_recipe_says_is_not_chosen(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
+def test_settings_of_the_recipe_are_not_changed_by_the_plan(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
     given = ["--keep", "[]", "--checkpoint_every", 2, "--device_budget", "100MiB", "--chunk_size", 4096]
     code, out, _ = plan(capsys, recipe, "--hardware", "a100-80g", "--json", *given)
     record = json.loads(out)
@@ -101,7 +101,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], recipe: Path, arguments: l
     assert "Traceback" not in err
 
 
-def test_a_model_that_no_chunk_makes_fit(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
+def test_a_model_that_does_not_fit_exits_with_1(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
     """Its parameters alone are too many, at one token a chunk, too; no weights are made to find that out."""
     big = ["--model.preset", "llama-3-70b", "--model.overrides", "{}", "--model.dtype", "bfloat16"]
     arguments = [*big, "--context", 64, "--chunk_size", 1, "--hardware", "rtx-4090", "--host-memory", "64GiB"]
@@ -112,7 +112,7 @@ def test_a_model_that_no_chunk_makes_fit(capsys: pytest.CaptureFixture[str], rec
     assert not torch.cuda.is_initialized()
 
 
-def test_a_step_that_a_report_draws(capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path) -> None:
+def test_the_step_folder_is_read_by_report(capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step"
     given = [recipe, "--hardware", "a100-80g", "--chunk_size", 1024, "--step", folder]
     assert plan(capsys, *given)[0] == 0
@@ -124,7 +124,9 @@ def test_a_step_that_a_report_draws(capsys: pytest.CaptureFixture[str], recipe: 
     assert "exists: give another folder" in err
 
 
-def test_a_recipe_with_the_plans_settings(capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path) -> None:
+def test_write_saves_a_recipe_with_the_plans_settings(
+    capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
     """It is read back as it was planned; a file that is there is not written over."""
     target = tmp_path / "planned.yaml"
     given = ["--hardware", "a100-80g", "--gpus", 2, "--model.dtype", "bfloat16"]

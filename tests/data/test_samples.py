@@ -44,7 +44,7 @@ def test_pieces_are_consecutive_and_the_report_says_what_was_dropped():
     )
 
 
-def test_empty_corpus_and_too_long_context_name_the_mend():
+def test_an_empty_corpus_and_a_too_long_context_name_the_fix():
     with pytest.raises(ValueError, match=r"data\.files: the corpus is empty"):
         cut_documents([], ENCODER, context=4)
     with pytest.raises(ValueError, match=r"context: 9 tokens is longer .*'b', has 6 tokens.*Set context to 6 or less"):

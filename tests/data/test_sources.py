@@ -89,7 +89,7 @@ def test_bad_jsonl_names_the_line(tmp_path, content, message):
         list(read_documents([write(tmp_path / "a.jsonl", content)]))
 
 
-def test_nothing_to_read_is_told_with_the_mend(tmp_path):
+def test_a_missing_file_is_refused_with_the_fix(tmp_path):
     write(tmp_path / "pictures/a.png", b"\x89")
     with pytest.raises(ValueError, match=r"data\.files is empty"):
         find_files([])

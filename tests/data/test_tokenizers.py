@@ -99,7 +99,7 @@ def test_ids_have_the_smallest_type(bpe_folder):
     assert ENCODER.encode("a").dtype == np.uint16
 
 
-def test_missing_tokenizers_are_told_with_the_mend(tmp_path):
+def test_a_missing_tokenizer_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ValueError, match=r"data\.tokenizer: the folder '.*nowhere' does not exist\. Set it to 'bytes'"):
         load_encoder("nowhere", base=tmp_path)
     with pytest.raises(ValueError, match=r"data\.tokenizer: the folder '.*' holds no tokenizer"):

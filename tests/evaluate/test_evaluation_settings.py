@@ -17,11 +17,11 @@ from trunkline.evaluate import (
     Evaluation,
     PerplexityMeter,
     even_depths,
-    parse_length,
     token_documents,
     write_folder,
 )
 from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD
+from trunkline.units import parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD
      ("32,768", 32768)],
 )  # fmt: skip
 def test_lengths_are_parsed(text: int | str, tokens: int) -> None:
-    assert parse_length(text) == tokens
+    assert parse_tokens(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "K", "4X", "0", "-4K", "1.0001K", "1.5", True, "1e3"])
 def test_invalid_lengths_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no number of tokens; write 4096, 4K or 1M"):
-        parse_length(text)
+    with pytest.raises(ValueError, match="is not a number of tokens: write 4096, 4K or 1M"):
+        parse_tokens(text)
 
 
 def test_even_depths_and_defaults() -> None:

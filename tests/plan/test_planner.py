@@ -102,6 +102,13 @@ def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
             assert planner._shortfall(more, candidate) is not None
 
 
+def test_the_search_for_the_longest_ends_where_everything_fits() -> None:
+    """A tiny model on a large device: the search ends at 512 chunks of the given size."""
+    roomy = cluster(2**14)
+    plan = Planner(META_MODEL, roomy).longest(TrainingJob(4_096, fixed={"chunk_size": 4_096}), timed=False)
+    assert plan.job.context == 512 * 4_096
+
+
 def test_settings_of_the_job_are_not_changed() -> None:
     fixed = {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2, "device_budget": 20 * MIB}
     plan = Planner(META_MODEL, cluster(256)).best(TrainingJob(16_384, fixed=fixed))

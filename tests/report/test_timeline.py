@@ -103,7 +103,7 @@ def test_thinned_memory_keeps_every_spike():
     assert thinned(steps[:300], 9.0, most=300) == steps[:300]
 
 
-def test_what_is_out_of_the_step_is_cut_off():
+def test_events_outside_the_step_are_cut_off():
     assert within([(0.0, 1), (2.0, 5), (1.9999999, 6), (7.0, 2)], 4.0) == [(0.0, 1), (2.0, 5), (2.0, 6), (4.0, 2)]
     segments = [(3.0, 5.0, "c"), (-1.0, 1.0, "a"), (4.0, 6.0, "d"), (1.0, 2.0, "b")]
     assert clipped({"fetch": segments}, 4.0) == {"fetch": [(0.0, 1.0, "a"), (1.0, 2.0, "b"), (3.0, 4.0, "c")]}

@@ -107,8 +107,10 @@ def attend_spans(
             if pack_queries:
                 o, lse = _packed_block(kernel, block, *given, first=span.first or 0, scale=scoring.scale)
             else:
-                operands = _operands(block, *given, first=span.first or 0)
-                o, lse = kernel.forward(*operands, causal=block.shape != "full", scale=scoring.scale)
+                # Not bound to a name: copies of a block are freed before the next block's are made.
+                o, lse = kernel.forward(
+                    *_operands(block, *given, first=span.first or 0), causal=block.shape != "full", scale=scoring.scale
+                )
                 o, lse = _untile(o, block), _untile(lse, block)
             if not by_row:
                 merged[0].add(block.rows, o, lse)

@@ -14,9 +14,9 @@ from trunkline.evaluate import (
     check_lengths,
     even_depths,
     length_text,
-    parse_length,
 )
 from trunkline.hf import probe
+from trunkline.units import parse_tokens
 
 # The lengths of RULER (Hsieh et al., COLM 2024), so that effective lengths compare with published ones.
 _LENGTHS = tuple(2**power for power in range(12, 18))
@@ -86,7 +86,7 @@ def _lengths(text: str | None, model: Any) -> tuple[tuple[int, ...], list[str]]:
     """Return the lengths given, or RULER's up to the positions of the model, and a line about the choice."""
     if text is not None:
         try:
-            return tuple(parse_length(part) for part in text.split(",")), []
+            return tuple(parse_tokens(part) for part in text.split(",")), []
         except ValueError as error:
             raise ValueError(f"--lengths {text}: {error}, with commas between several.") from None
     positions = positions_of(model)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # A cache is written once and without gradients; only the last position has logits.
 _NO_EFFECT = ("keep", "checkpoint_every", "attn_strategy", "logits_budget")
+_EMPTY = "the prompt is empty: give --file or --prompt with some text."
 
 
 @command(without=_NO_EFFECT, epilog="Prompts, where keys and values rest, and caches on disk: docs/generate.md.")
@@ -71,10 +72,12 @@ def generate(
     if save_cache is not None and save_cache.exists():
         raise ValueError(f"--save-cache: '{save_cache}' exists: give a new folder.")
     text, errors = "".join([*map(_read_text, file or ()), prompt or ""]), Console(stderr=True)
+    if load_cache is None and not text:
+        raise ValueError(_EMPTY)
     loaded, encoder = load_model(model, dtype=dtype, device=device)
     ids_1S = _encode(text, encoder, chat=chat, follows_cache=load_cache is not None).to(loaded.device)
     if load_cache is None and not ids_1S.shape[1]:
-        raise ValueError("the prompt is empty: give --file or --prompt with some text.")
+        raise ValueError(_EMPTY)
     begin = time.perf_counter()
     cache = _prefill(loaded, ids_1S, config, load_cache, errors)
     prefill_seconds = time.perf_counter() - begin

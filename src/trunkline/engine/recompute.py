@@ -81,14 +81,6 @@ def _outputs_of_layer(state: StepState, layer: int, group: range) -> ChunkedSequ
         attend, load_output = core.kept_output, core.load_kept_output
     core.keep_for_backward()
     inputs, outputs = state.read_inputs(layer), state.sequence(state.layout.input(layer + 1))
-
-    def run_chunk(chunk: Chunk) -> None:
-        state.report("backward", group[-1], len(state.chunks) - 1, len(state.chunks))  # no chunk is done yet
-        x_BCE = inputs.next()
-        attention = state.attention(layer, chunk, attend, load_output)
-        outputs.stash(chunk.index, state.decoder.layer(layer, x_BCE, state.batch, chunk, attention))
-
-    state.ranks.interleave(partial(run_chunk, chunk) for chunk in state.chunks)
-    inputs.release()
+    state.run_layer(layer, inputs, outputs, attend, load_output, backward_of=group[-1])
     core.end_forward()
     return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from trunkline.offload.stores import Stores
 CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # query rows, q, k, v, scoring -> output
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepState:
     """State of one forward pass and its backward. It owns the kept activations; several may be outstanding.
 
@@ -39,11 +40,11 @@ class StepState:
         ranks: ranks that share the sequence.
         chunks: chunks of the sequence, of each the tokens that this rank computes.
         rows: of each chunk the query rows that this rank has in attention, numbered from 0 over all chunks.
+        attention_spans: how far back each layer attends.
+        stores: budgets and places of everything that is kept.
         layer_parameters: trained parameters of each layer, as the model stood at the forward.
         other_parameters: trained parameters outside the layers.
         versions: tensors that the replay reads again, each with its version counter at the forward.
-        attention_spans: how far back each layer attends.
-        stores: budgets and places of everything that is kept.
         inputs: input of each layer; behind the last layer the final hidden state.
         cores: attention of each layer that has a backward; None for the others, and once the backward is done.
         row_masks: visible keys of each row of the batch, for each kind of attention span.
@@ -61,11 +62,11 @@ class StepState:
     ranks: Ranks
     chunks: list[Chunk]
     rows: list[Chunk]
-    layer_parameters: list[list[Parameter]]
-    other_parameters: list[Parameter]
-    versions: list[tuple[Tensor, int]]
     attention_spans: Sequence[AttentionSpan]
     stores: Stores
+    layer_parameters: list[list[Parameter]] = field(default_factory=list)
+    other_parameters: list[Parameter] = field(default_factory=list)
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
     inputs: list[ChunkedSequence] = field(default_factory=list)
     cores: list[Core | HeadGroupsCore | None] = field(default_factory=list)
     row_masks: dict[AttentionSpan, tuple[RowMask, ...]] = field(default_factory=dict)
@@ -166,6 +167,41 @@ class StepState:
             return o
 
         return attend
+
+    def run_layer(
+        self,
+        layer: int,
+        inputs: Reader,
+        outputs: ChunkedSequence,
+        core_call: CoreCall,
+        load_output: Callable[[Chunk], Tensor | None] | None = None,
+        *,
+        backward_of: int | None = None,
+    ) -> None:
+        """Run a layer over all chunks, ascending, without gradients.
+
+        Args:
+            layer: index of the layer.
+            inputs: reads the layer's inputs; released at the end.
+            outputs: receives the layer's outputs.
+            core_call: see `attention`.
+            load_output: see `attention`.
+            backward_of: layer whose backward needs these outputs, for the progress function; None in forward.
+        """
+        count = len(self.chunks)
+
+        def run_chunk(chunk: Chunk) -> None:
+            if backward_of is None:
+                self.report("forward", layer, chunk.index, count)
+            else:
+                self.report("backward", backward_of, count - 1, count)  # no chunk of that backward is done yet
+            x_BCE = inputs.next()
+            attention = self.attention(layer, chunk, core_call, load_output)
+            outputs.stash(chunk.index, self.decoder.layer(layer, x_BCE, self.batch, chunk, attention))
+
+        # Over ranks, a chunk that waits in an exchange lets the next one compute, in the same order on all ranks.
+        self.ranks.interleave(partial(run_chunk, chunk) for chunk in self.chunks)
+        inputs.release()
 
     def project_qkv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """Run a layer on one chunk up to its attention call, and return the arguments of that call."""

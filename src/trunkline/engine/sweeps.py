@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from trunkline.attention.core import Core
 from trunkline.attention.head_groups import HeadGroupsCore
-from trunkline.chunking import Chunk
 from trunkline.engine import head_group_sweeps, recompute
 from trunkline.engine.grads import depends_on, differentiate
 from trunkline.engine.step import CoreCall, StepState
@@ -37,16 +36,7 @@ def forward_sweep(state: StepState, layer: int, *, keep_for_backward: bool) -> N
     # Inputs that backward recomputes (checkpoint_every), or never reads, are freed as the sweep passes them.
     inputs = state.read_inputs(layer, take=not (keep_for_backward and layout.position(layer) == 0))
     outputs = state.sequence(layout.input(layer + 1))
-
-    def run_chunk(chunk: Chunk) -> None:
-        state.report("forward", layer, chunk.index, len(state.chunks))
-        x_BCE = inputs.next()
-        attention = state.attention(layer, chunk, attend, load_output)
-        outputs.stash(chunk.index, state.decoder.layer(layer, x_BCE, state.batch, chunk, attention))
-
-    # Over ranks, a chunk that waits in an exchange lets the next one compute: always in the same order on all ranks.
-    state.ranks.interleave(partial(run_chunk, chunk) for chunk in state.chunks)
-    inputs.release()
+    state.run_layer(layer, inputs, outputs, attend, load_output)
     core.end_forward()
     state.cores.append(core if keep_for_backward else None)
     state.inputs.append(outputs)

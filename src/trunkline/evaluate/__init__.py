@@ -6,7 +6,7 @@ A model is given as a `Scorer` (predictions of given tokens) and, for answers th
 from trunkline.evaluate.evaluation import Evaluation, ScoreCell, effective_length
 from trunkline.evaluate.evaluation_files import WrittenEvaluation, check_folder, write_evaluation, write_folder
 from trunkline.evaluate.evaluation_loop import EvaluateProgress, check_lengths, evaluate
-from trunkline.evaluate.evaluation_settings import EvaluateSettings, even_depths, length_text, parse_length
+from trunkline.evaluate.evaluation_settings import EvaluateSettings, even_depths, length_text
 from trunkline.evaluate.haystack import TextHaystack
 from trunkline.evaluate.needles import TASKS, NeedleTask, PasskeyTask, VariableTask
 from trunkline.evaluate.outcomes import Outcome
@@ -49,7 +49,6 @@ __all__ = [
     "evaluate",
     "even_depths",
     "length_text",
-    "parse_length",
     "table_text",
     "tables_of",
     "token_documents",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 from trunkline.evaluate.needle_samples import LongContextTask
 from trunkline.evaluate.needles import TASKS
+from trunkline.units import TOKEN_UNITS
 
 # RULER (Hsieh et al., COLM 2024) calls a length effective while a model scores at least 85.6%, the score of Llama-2-7B
 # at its own 4K.
 DEFAULT_THRESHOLD = 0.85
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _TUPLES: dict[str, tuple[type, str]] = {
     "tasks": (object, "tasks or their names, such as ('needle',)"),
     "lengths": (Integral, "whole numbers, such as (4096, 16384)"),
@@ -83,25 +82,9 @@ def even_depths(count: int) -> tuple[float, ...]:
     return (0.5,) if count == 1 else tuple(i / (count - 1) for i in range(count))
 
 
-def parse_length(text: int | str) -> int:
-    """Parse a number of tokens.
-
-    Args:
-        text: a number, or one followed by K (1,024) or M (1,048,576): "16K", "1.5M", "32_768".
-
-    Raises:
-        ValueError: it is not a whole number of tokens above 0.
-    """
-    match = re.fullmatch(r"(\d[\d_,]*(?:\.\d+)?)\s*([KM]?)", str(text).strip().upper())
-    tokens = 0.0 if match is None else float(re.sub("[_,]", "", match[1])) * _UNITS[match[2]]
-    if isinstance(text, bool) or tokens < 1 or tokens != int(tokens):
-        raise ValueError(f"{text!r} is no number of tokens; write 4096, 4K or 1M")
-    return int(tokens)
-
-
 def length_text(length: int) -> str:
     """Format a number of tokens: 4,096 is 4K, 1,048,576 is 1M, others stay whole."""
     for unit in ("M", "K"):
-        if length % _UNITS[unit] == 0:
-            return f"{length // _UNITS[unit]}{unit}"
+        if length % TOKEN_UNITS[unit] == 0:
+            return f"{length // TOKEN_UNITS[unit]}{unit}"
     return f"{length:,}"

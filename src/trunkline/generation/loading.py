@@ -31,6 +31,8 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
     place = parse_device(device)
     path = Path(folder).expanduser()
     if not (path / "config.json").is_file():
+        if (path / "model" / "config.json").is_file():
+            raise ValueError(f"'{path}' is the output folder of a run: give its model, '{path / 'model'}'.")
         raise ValueError(
             f"'{path}' is no model folder: it must hold config.json, weights and a tokenizer, as save_pretrained and "
             "trunkline train write them; names on the Hub are not downloaded."

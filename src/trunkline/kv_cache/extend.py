@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,11 +24,10 @@ from trunkline.engine.ranks import Ranks, padded_length
 from trunkline.engine.replay import ReplayContext
 from trunkline.engine.step import StepState
 from trunkline.kv_cache.cache import StreamedCache
-from trunkline.kv_cache.cached_attention import CachedCore, CacheForward
+from trunkline.kv_cache.cached_attention import CacheForward
 from trunkline.kv_cache.segment import max_chunk_bytes, read_bytes
 from trunkline.kv_cache.segment_placement import hidden_bytes, kv_token_bytes, new_segment, spare_after
 from trunkline.kv_cache.writers import DecodeBuffer, SegmentWriter
-from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores, Tiers
 
 _MAX_PREFETCH = 8  # chunks of keys that decoding has on the device at a time: more are no faster
@@ -57,7 +55,7 @@ def extend(
     config: StreamConfig,
     tiers: Tiers,
     ranks: Ranks,
-    conditions: ReplayContext,
+    replay: ReplayContext,
     attention_spans: Sequence[AttentionSpan],
     cache: StreamedCache,
     new: NewTokens,
@@ -69,7 +67,7 @@ def extend(
         config: settings of `stream`.
         tiers: of the model.
         ranks: share the sequence.
-        conditions: random state, autocast and kernels of the forward.
+        replay: random state, autocast and kernels of the forward.
         attention_spans: attention span of each layer.
         cache: of this model.
         new: the new tokens.
@@ -87,24 +85,32 @@ def extend(
         ranks = ranks.replicated
     else:
         chunks = split(padded_length(count, ranks.chunk_multiple), config.chunk_tokens(new.batch.input_ids_BS.device))
-    own, rows = [ranks.local_tokens(chunk) for chunk in chunks], [ranks.query_rows(chunk) for chunk in chunks]
-    run = StepState(
-        decoder, config, new.batch, conditions, ranks, own, rows, [], [], [], attention_spans, Stores(tiers)
+    rows = [ranks.query_rows(chunk) for chunk in chunks]
+    state = StepState(
+        decoder=decoder,
+        config=config,
+        batch=new.batch,
+        replay=replay,
+        ranks=ranks,
+        chunks=[ranks.local_tokens(chunk) for chunk in chunks],
+        rows=rows,
+        attention_spans=attention_spans,
+        stores=Stores(tiers),
     )
     total = cache.length + count
     masks = {span: span.row_masks(new.documents, total) for span in set(attention_spans)}
     row_masks = [masks[span] for span in attention_spans]
-    with conditions.restored(), decoder.streamed_attention(), torch.no_grad():
+    with replay.restored(), decoder.streamed_attention(), torch.no_grad():
         cache.expand_rows(len(new.batch.input_ids_BS))
         if tiers.limited and not cache.token_bytes:
-            cache.token_bytes = kv_token_bytes(run)
-            cache.spare_bytes = spare_after(run, cache, 0, hidden_bytes(run))
+            cache.token_bytes = kv_token_bytes(state)
+            cache.spare_bytes = spare_after(state, cache, 0, hidden_bytes(state))
         by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.is_sharded)
         if in_place:
             writer: SegmentWriter | DecodeBuffer = cache.decode_buffer_for(count)
         else:
             cache.flush()
-            writer = new_segment(run, cache, row_masks)
+            writer = new_segment(state, cache, row_masks)
         extension = CacheForward(
             cache.segments,
             writer,
@@ -118,10 +124,10 @@ def extend(
             by_chunk=by_chunk,
             prefetch=_decode_prefetch(cache) if in_place else None,
         )
-        with run.stores.close_on_error(), extension.feed:
+        with state.stores.close_on_error(), extension.feed:
             sweep = _by_chunk if by_chunk else _by_layer
-            x_BTE = sweep(run, extension, new.logits_to_keep)
-            run.stores.flush_all()
+            x_BTE = sweep(state, extension, new.logits_to_keep)
+            state.stores.flush_all()
             logits = decoder.head(x_BTE)
         if isinstance(writer, SegmentWriter):
             writer.end_layer()
@@ -135,51 +141,38 @@ def extend(
     return logits
 
 
-def _by_chunk(run: StepState, extension: CacheForward, keep: int) -> Tensor:
+def _by_chunk(state: StepState, extension: CacheForward, keep: int) -> Tensor:
     """Run each chunk through all layers; return the last hidden states (B, keep, E)."""
-    layers = range(run.decoder.num_layers)
+    layers = range(state.decoder.num_layers)
     cores, states = [extension.core(layer) for layer in layers], []
-    for chunk in run.chunks:
-        run.report("embed", -1, chunk.index, len(run.chunks))
-        run.replay.seed(-1, chunk.index)
-        with run.decoder.recorded_layers(run.batch, chunk) as x_BCE:
+    for chunk in state.chunks:
+        state.report("embed", -1, chunk.index, len(state.chunks))
+        state.replay.seed(-1, chunk.index)
+        with state.decoder.recorded_layers(state.batch, chunk) as x_BCE:
             for layer in layers:
-                run.report("forward", layer, chunk.index, len(run.chunks))
+                state.report("forward", layer, chunk.index, len(state.chunks))
                 following = layer + 1 if layer + 1 < len(layers) else None
-                with run.decoder.unsharded(layer, following=following):
-                    attention = run.attention(layer, chunk, cores[layer].forward)
-                    x_BCE = run.decoder.layer(layer, x_BCE, run.batch, chunk, attention)
-        if _is_kept(run, chunk, keep):
-            states.append(run.ranks.gather_tokens(x_BCE))
-    return _last(run, states, keep)
+                with state.decoder.unsharded(layer, following=following):
+                    attention = state.attention(layer, chunk, cores[layer].forward)
+                    x_BCE = state.decoder.layer(layer, x_BCE, state.batch, chunk, attention)
+        if _is_kept(state, chunk, keep):
+            states.append(state.ranks.gather_tokens(x_BCE))
+    return _last(state, states, keep)
 
 
-def _by_layer(run: StepState, extension: CacheForward, keep: int) -> Tensor:
+def _by_layer(state: StepState, extension: CacheForward, keep: int) -> Tensor:
     """Run all chunks through each layer; return the last hidden states (B, keep, E)."""
-    sweeps.embed_forward(run, differentiable=False)
-    num_layers = run.decoder.num_layers
+    sweeps.embed_forward(state, differentiable=False)
+    num_layers = state.decoder.num_layers
     for layer in range(num_layers):
-        outputs = run.sequence(run.layout.input(layer + 1))
-        with run.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
-            inputs, core = run.read_inputs(layer, take=True), extension.core(layer)
-            run.ranks.interleave(
-                partial(_chunk_of_layer, run, layer, core, inputs, outputs, chunk) for chunk in run.chunks
-            )
-            inputs.release()
-        run.inputs.append(outputs)
-    kept = [chunk.index for chunk in run.chunks if _is_kept(run, chunk, keep)]
-    states = [run.ranks.gather_tokens(x_BCE) for x_BCE in run.inputs[-1].read(kept)]
-    run.inputs[-1].clear()
-    return _last(run, states, keep)
-
-
-def _chunk_of_layer(
-    run: StepState, layer: int, core: CachedCore, inputs: Reader, outputs: ChunkedSequence, chunk: Chunk
-) -> None:
-    run.report("forward", layer, chunk.index, len(run.chunks))
-    x_BCE = inputs.next()
-    attention = run.attention(layer, chunk, core.forward)
-    outputs.stash(chunk.index, run.decoder.layer(layer, x_BCE, run.batch, chunk, attention))
+        outputs = state.sequence(state.layout.input(layer + 1))
+        with state.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
+            state.run_layer(layer, state.read_inputs(layer, take=True), outputs, extension.core(layer).forward)
+        state.inputs.append(outputs)
+    kept = [chunk.index for chunk in state.chunks if _is_kept(state, chunk, keep)]
+    states = [state.ranks.gather_tokens(x_BCE) for x_BCE in state.inputs[-1].read(kept)]
+    state.inputs[-1].clear()
+    return _last(state, states, keep)
 
 
 def _decode_prefetch(cache: StreamedCache) -> int:
@@ -194,15 +187,15 @@ def _decode_prefetch(cache: StreamedCache) -> int:
     return max(tiers.prefetch, min(room // pair - 1, _MAX_PREFETCH))  # less the one in use
 
 
-def _is_kept(run: StepState, chunk: Chunk, keep: int) -> bool:
+def _is_kept(state: StepState, chunk: Chunk, keep: int) -> bool:
     """Return True if a chunk has some of the last `keep` tokens, padding aside."""
-    stop = sum(len(each) for each in run.chunks[: chunk.index + 1]) * run.ranks.size
-    return stop > run.batch.seq_len - keep
+    stop = sum(len(each) for each in state.chunks[: chunk.index + 1]) * state.ranks.size
+    return stop > state.batch.seq_len - keep
 
 
-def _last(run: StepState, states: list[Tensor], keep: int) -> Tensor:
+def _last(state: StepState, states: list[Tensor], keep: int) -> Tensor:
     """Return the last `keep` hidden states (B, keep, E) of some last chunks, without padding."""
     tail = torch.cat(states, dim=1)
-    padding = sum(map(len, run.chunks)) * run.ranks.size - run.batch.seq_len
+    padding = sum(map(len, state.chunks)) * state.ranks.size - state.batch.seq_len
     stop = tail.shape[1] - padding
     return tail[:, stop - keep : stop]

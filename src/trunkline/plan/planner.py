@@ -24,6 +24,7 @@ from trunkline.plan.search_space import (
     TrainingJob,
     chunk_sizes,
     keep_options,
+    longest_searched,
     meshes,
     sharding_specs,
 )
@@ -164,6 +165,8 @@ class Planner:
 
     def longest(self, job: TrainingJob, *, timed: bool = True) -> Plan:
         """Return a plan for the longest context that any candidate fits, with the fastest candidate that does.
+
+        The search ends at `longest_searched` tokens.
 
         Args:
             job: job whose context is replaced.
@@ -366,12 +369,18 @@ class Planner:
 
         # Bisection in multiples of 1,024 tokens: `low` fits, `high` does not.
         low = -(-(longer_than + longer_than // 32) // 1_024) + 1
-        best = fitting(low)
+        limit = max(longest_searched(job, self._cluster.hardware) // 1_024, 1)
+        best = fitting(low) if low <= limit else None
         if best is None:
             return None
-        high = 2 * low
-        while (sized := fitting(high)) is not None:
-            low, best, high = high, sized, 2 * high
+        while low < limit:
+            high = min(2 * low, limit)
+            sized = fitting(high)
+            if sized is None:
+                break
+            low, best = high, sized
+        else:
+            return low * 1_024, best
         while high - low > max(low // 32, 1):
             middle = (low + high) // 2
             sized = fitting(middle)

@@ -176,6 +176,12 @@ def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
     return sizes[::-1] or [all_sizes[-1 if job.context > 2**17 else 0]]
 
 
+def longest_searched(job: TrainingJob, hardware: Hardware) -> int:
+    """Return the context at which a search for the longest ends: more chunks take minutes to simulate."""
+    fixed = job.fixed.get("chunk_size", "auto")
+    return MOST_CHUNKS * (_CHUNK_SIZES[hardware.device_type][-1] if fixed == "auto" else 4 * int(fixed))
+
+
 def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield values of `keep` and `checkpoint_every`, from the fastest to the one with the least memory."""
     keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]

@@ -22,8 +22,9 @@ from pydantic import (
 )
 
 from trunkline.config import Declared, StreamConfig, declared_settings
-from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths, parse_length
+from trunkline.evaluate.evaluation_settings import DEFAULT_THRESHOLD, EvaluateSettings, even_depths
 from trunkline.train.presets import PRESETS
+from trunkline.units import parse_tokens
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -31,6 +32,10 @@ def _refuse_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {str(value).lower()}")
     return value
+
+
+def _as_tokens(value: Any) -> Any:
+    return parse_tokens(value) if isinstance(value, str) and value != "auto" else value
 
 
 def _as_list(value: Any) -> Any:
@@ -174,7 +179,7 @@ class EvaluateSection(_Section):
     @classmethod
     def _tokens(cls, value: Any) -> Any:
         parts = value if value is None else _as_list(value)
-        return tuple(parse_length(part) for part in parts) if isinstance(parts, (tuple, list)) else parts
+        return tuple(parse_tokens(part) for part in parts) if isinstance(parts, (tuple, list)) else parts
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -214,7 +219,9 @@ class _Basics(_Section):
 
     model: ModelSection
     data: DataSection
-    context: Count = Field(description="tokens of one sample: the length of the whole sequence")
+    context: Annotated[Count, BeforeValidator(_as_tokens)] = Field(
+        description="tokens of one sample: the length of the whole sequence"
+    )
 
 
 def _field(declared: Declared) -> tuple[Any, Any]:
@@ -222,6 +229,8 @@ def _field(declared: Declared) -> tuple[Any, Any]:
     kind, setting = declared.type, declared.setting
     if get_origin(kind) is Collection:
         kind = Annotated[tuple[str, ...], BeforeValidator(_as_list), AfterValidator(_refuse_repeated)]
+    elif setting.unit == "tokens":
+        kind = Annotated[kind, BeforeValidator(_refuse_bool), BeforeValidator(_as_tokens)]
     elif kind is not bool:
         kind = Annotated[kind, BeforeValidator(_refuse_bool)]
     extra: dict[str, Any] = {"group": setting.group, "unit": setting.unit}

@@ -224,7 +224,7 @@ def _check_known(name: str) -> None:
     if name in names or name in sections or name.startswith(_FREE_FORM):
         return
     same_end = [known for known in names if known.split(".")[-1] == name.split(".")[-1]]
-    near = same_end or difflib.get_close_matches(name, [*names, *sections, *ALIASES], n=1, cutoff=0.5)
+    near = same_end or difflib.get_close_matches(name, [*names, *sections, *ALIASES], n=1, cutoff=0.7)
     near = near or [known for known in names if difflib.SequenceMatcher(None, known.split(".")[-1], name).ratio() > 0.6]
     hint = f"Did you mean '{ALIASES.get(near[0], near[0])}'?" if near else f"Settings are: {', '.join(names)}."
     raise RecipeError(f"'{name}' is not a setting. {hint}")
