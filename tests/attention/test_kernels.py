@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from cases import all_pairs
 from torch import Tensor
 
 from trunkline.attention import kernels

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from cases import all_pairs
 from families import build
 from oracle import packed, positions, streamed, tokens
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import others_in_soak
 from typer.testing import CliRunner
 
 from trunkline.cli import app as cli
@@ -78,7 +80,8 @@ def test_one_recipe(arguments, message):
         split_recipe_arguments(arguments)
 
 
-def test_a_run_in_a_real_process(recipe, tmp_path):
+@pytest.mark.parametrize("programs", others_in_soak(["trunkline", "all"], ["trunkline"]))
+def test_a_run_in_a_real_process(recipe, tmp_path, monkeypatch, programs):
     done = trunkline("train", recipe, "--learning_rate", "1e-2", "--steps=3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -92,14 +95,20 @@ def test_a_run_in_a_real_process(recipe, tmp_path):
     assert done.stderr == ""
     assert yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())["optimizer"]["lr"] == 0.01
 
-    # The three next things to try are commands that work as they stand.
+    # The three next things to try are commands that work as they stand: in processes of their own, or here.
     commands = [lines[i + 1].strip() for i, line in enumerate(lines) if re.match(r"  \d\. ", line)]
     assert len(commands) == 3
-    for command in commands:
-        again = subprocess.run(
-            command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path
-        )
-        assert again.returncode == 0, (command, again.stderr)
+    if programs == "all":
+        for command in commands:
+            again = subprocess.run(
+                command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, cwd=tmp_path
+            )
+            assert again.returncode == 0, (command, again.stderr)
+    else:
+        monkeypatch.chdir(tmp_path)
+        ours = [words[1:] for words in map(shlex.split, commands) if words[0].endswith("trunkline")]
+        assert len(ours) == 2
+        assert [cli.run(words) for words in ours] == [0, 0]
     assert {"run", "run-2", "run-256"} <= {path.name for path in tmp_path.iterdir()}
 
 

@@ -57,7 +57,8 @@ def count(parallel_dims: dict[str, int], seq_len: int, keep: tuple[str, ...], ze
 @pytest.mark.parametrize("keep", [("attention",), ("attention", "kv")], ids=["attention", "both"])
 def test_collectives_of_a_step_over_sp(keep: tuple[str, ...]) -> None:
     """One all-gather a layer and sweep; one all-to-all a chunk and direction; one reduction of gradients."""
-    for seq_len, zero in ((40, 3), (80, 3), (80, 2), (80, 0)):
+    every = ((40, 3), (80, 3), (80, 2), (80, 0))
+    for seq_len, zero in every if keep == ("attention",) else every[:1]:
         n = seq_len // CHUNK
         forward, backward, largest, parameters = run(2, count, {"sp": 2}, seq_len, keep, zero)[0]
         gathers = 1 + LAYERS if zero else 0  # what is in no layer, and each layer
@@ -97,8 +98,8 @@ def spans(seq_len: int) -> tuple[int, int]:
 
 
 def test_gathered_keys_do_not_grow_with_the_sequence_over_cp() -> None:
-    largest = [run(2, spans, seq_len)[0][0] for seq_len in (80, 160, 320)]
-    assert largest[0] == largest[1] == largest[2]
+    largest = [run(2, spans, seq_len)[0][0] for seq_len in (80, 160)]
+    assert largest[0] == largest[1]
 
 
 class Order(TorchDispatchMode):

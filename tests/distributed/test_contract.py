@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from oracle import collect, tokens
 
@@ -185,7 +186,7 @@ def fail(how: str, folder: str, log: str, failing: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", others_in_soak([0, 1], [0]))
 def test_killed_rank_is_noticed_if_rank_0_holds_the_store(failing: int, tmp_path: Path) -> None:
     """Launchers other than torchrun have no store of their own."""
     begun = time.monotonic()

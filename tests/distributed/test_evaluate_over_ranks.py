@@ -40,7 +40,7 @@ def found(parallel_dims: dict[str, int] | None, zero: int | None = None) -> tupl
     ("parallel_dims", "zero"),
     [
         ({"sp": 2}, 3),
-        ({"dp": 2}, 3),
+        pytest.param({"dp": 2}, 3, marks=pytest.mark.soak),
         pytest.param({"cp": 2}, 2, marks=pytest.mark.soak),
         pytest.param({"sp": 2}, None, marks=pytest.mark.soak),
     ],

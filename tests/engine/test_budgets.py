@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from adversary import AdversaryBackend
+from cases import all_pairs, others_in_soak
 from families import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +67,7 @@ ANYTHING: dict[str, Any] = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)  # many more in test_soak.py
 @given(**ANYTHING)
 def test_gradients_are_exact_within_any_budget_and_any_order_of_transfers(**choice: Any) -> None:
     """Gradients are the same, and no budget is exceeded, from the smallest budget to one that keeps everything."""
@@ -140,8 +142,10 @@ def sizes(model: torch.nn.Module, ids: torch.Tensor, prefetch: int, **given: Any
     return min(least, everything) if all(request.allow_resident for request in asked) else least, everything
 
 
-@pytest.mark.parametrize("checkpoint_every", [1, 2, 3])
-@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
+@pytest.mark.parametrize(
+    ("keep", "checkpoint_every"),
+    others_in_soak(itertools.product(KEEPS, (1, 2, 3)), list(zip(KEEPS, (3, 2, 1, 2), strict=True))),
+)
 def test_offloading_to_disk_changes_nothing(keep: tuple[str, ...], checkpoint_every: int, tmp_path: Path) -> None:
     """Loss and gradients differ by the order of sums only, dropout included."""
     ids = tokens(2, 37)
@@ -262,9 +266,12 @@ def test_budgets_that_are_too_small() -> None:
         model(input_ids=tokens(1, 99), labels=tokens(1, 99))
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3])
-@pytest.mark.parametrize("checkpoint_every", [1, 2])
-@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
+@pytest.mark.parametrize(
+    ("keep", "checkpoint_every", "prefetch"),
+    others_in_soak(
+        itertools.product(KEEPS, (1, 2), (1, 2, 3)), list(zip(KEEPS, (2, 1, 2, 1), (1, 2, 3, 1), strict=True))
+    ),
+)
 def test_an_estimate_equals_the_step_to_the_byte(
     keep: tuple[str, ...], checkpoint_every: int, prefetch: int, tmp_path: Path
 ) -> None:
@@ -315,9 +322,14 @@ def test_a_model_too_large_for_this_machine_is_estimated() -> None:
     assert least.peaks["device"] / tokens_ < 150 * 1024
 
 
-@pytest.mark.parametrize("freeze", ["all but the first layer's output projection", "all but the middle layer"])
-@pytest.mark.parametrize("keep", KEEPS, ids=["nothing", "attention", "kv", "both"])
-@pytest.mark.parametrize("strategy", ["head_groups", "streamed"])
+@pytest.mark.parametrize(
+    ("strategy", "keep", "freeze"),
+    all_pairs(
+        ["head_groups", "streamed"],
+        KEEPS,
+        ["all but the first layer's output projection", "all but the middle layer"],
+    ),
+)
 def test_strategies_with_frozen_parameters(strategy: Any, keep: Any, freeze: str, tmp_path: Path) -> None:
     model = build("llama")
     wanted = "layers.0.self_attn.o_proj" if "first" in freeze else "layers.1."
@@ -376,7 +388,7 @@ def test_disk_and_checkpoint_every_fit_longer_sequences_in_the_same_memory(tmp_p
     """The device's peak does not depend on the length: twice as many tokens, the same peak."""
     model = build("llama", torch.float32)
     peaks = []
-    for length in (128, 256, 512):
+    for length in (96, 192):
         trunkline.stream(model, chunk_size=8, device_budget="32KiB", offload_dir=tmp_path, checkpoint_every=2)
         streamed(model, tokens(1, length), tokens(1, length))
         peaks.append(trunkline.stats(model).peaks["device"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,8 @@ from dataclasses import replace
 import pytest
 import test_parity
 from adversary import AdversaryBackend
+from cases import others_in_soak
+from families import FAMILIES
 from test_parity import *  # noqa: F403
 
 from trunkline.offload.placement import FitHints, Placement, StoreRequest, _in_flight_bytes
@@ -18,6 +21,22 @@ from trunkline.offload.stores import Tiers
 del test_any_batch_length_chunk_and_tile  # noqa: F821 - has a test of its own in test_budgets
 del test_bf16_is_no_worse_than_transformers  # noqa: F821 - statistics over models, slow
 del test_weight_gradients_are_summed_in_fp32  # noqa: F821 - 256 chunks for the sake of rounding, slow
+
+
+del test_every_family_in_fp64, test_every_family_in_fp32  # noqa: F821 - of fewer families in every run, as follows
+KEEP_OF_FAMILY = dict(zip(FAMILIES, itertools.cycle(test_parity.KEEPS), strict=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "keep"), others_in_soak(itertools.product(FAMILIES, test_parity.KEEPS), list(KEEP_OF_FAMILY.items()))
+)
+def test_each_family_in_fp64(family: str, keep: tuple[str, ...]) -> None:
+    test_parity.test_every_family_in_fp64(family, keep)
+
+
+@pytest.mark.parametrize("family", others_in_soak(FAMILIES, ["llama", "gpt2", "cohere"]))
+def test_each_family_in_fp32(family: str) -> None:
+    test_parity.test_every_family_in_fp32(family)
 
 
 class Squeezed(Tiers):
@@ -47,7 +66,7 @@ class Squeezed(Tiers):
         raise AssertionError("no budget is enough")
 
 
-@pytest.fixture(autouse=True, params=range(2))
+@pytest.fixture(autouse=True, params=others_in_soak(range(2), [0]))
 def _adversary(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def tiers_for(*args: object) -> Tiers:
         return Squeezed(request.param, 2 + request.param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -141,18 +141,15 @@ def test_results_are_those_of_the_plain_model(
     assert found["config"]["chunk_size"] == 64
 
 
-def test_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]]) -> None:
+def test_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tasks[0]
     settings = f"pretrained={folder},chunk_size=64,device_budget=20MiB,offload_dir={path}"
     words = [
         "--model", "trunkline", "--model_args", settings, "--tasks", "local_choice", "--include_path", str(path),
         "--device", "cpu", "--batch_size", "2", "--log_samples", "--output_path", str(path / "out"),
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "trunkline.evaluate.harness", *words], capture_output=True, text=True, check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["harness", *words])
+    runpy.run_module("trunkline.evaluate.harness", run_name="__main__")
     (results,) = (path / "out").rglob("results_*.json")
     page = json.loads(results.read_text())
     values = [[_scored(plain, BOOK + each, choice)[0] for choice in CHOICES] for each in ASKED]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 
 import pytest
+from cases import others_in_soak
 from families import build
 from stepping import own_logits, step_through, tokens
 
@@ -15,9 +17,13 @@ from trunkline.api import tiers_of
 HOW = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("num_budgets", [9, pytest.param(33, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("chunk_size", [16, 80])
-@pytest.mark.parametrize("source", ["prompt", "disk"])
+@pytest.mark.parametrize(
+    ("source", "chunk_size", "num_budgets"),
+    others_in_soak(
+        [("prompt", 16, 7), ("disk", 80, 7), *itertools.product(["prompt", "disk"], [16, 80], [33])],
+        [("prompt", 16, 7), ("disk", 80, 7)],
+    ),
+)
 def test_a_cache_that_fits_can_be_continued(
     source: str, chunk_size: int, num_budgets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

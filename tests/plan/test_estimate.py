@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from oracle import positions, tokens
 from peft import LoraConfig, get_peft_model
@@ -83,7 +84,13 @@ def stepped(model: torch.nn.Module, step: dict[str, Any], settings: dict[str, An
     return trunkline.stats(model)
 
 
-@pytest.mark.parametrize("name", STEPS)
+EVERY_RUN = (
+    "a chunk of one token", "nothing kept, all streamed", "head groups, nothing kept", "a short last group of inputs",
+    "windows of some layers", "documents", "adapters above frozen layers", "bf16", "one norm for both branches",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", others_in_soak(STEPS, EVERY_RUN))
 def test_peaks_and_moved_bytes_equal_those_of_the_step(name: str, tmp_path: Path) -> None:
     step = STEPS[name]
     model, settings = model_of(step)

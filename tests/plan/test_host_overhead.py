@@ -16,8 +16,7 @@ def seconds(machine: object, host: float) -> tuple[float, int]:
     return host_overhead.estimated_step(host_overhead.tiny_model(torch.float32), machine, host)
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("beyond", [0.003, 0.5])
+@pytest.mark.parametrize(("device_type", "beyond"), [("cpu", 0.003), ("cuda", 0.5)])
 def test_with_the_hosts_time_an_estimate_takes_as_long_as_the_step(
     device_type: str, beyond: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

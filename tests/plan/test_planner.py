@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from plan.profiles import constant
 
@@ -39,7 +40,7 @@ def test_the_plan_fits_and_is_the_fastest_of_the_simulated_candidates() -> None:
     assert plan.estimate.peaks["device"] <= plan.budgets.device
 
 
-@pytest.mark.parametrize("hidden_mib", [4, 2**10])
+@pytest.mark.parametrize("hidden_mib", others_in_soak([4, 2**10], [4]))
 def test_stores_shrink_when_the_step_holds_more_than_the_probe_showed(
     monkeypatch: pytest.MonkeyPatch, hidden_mib: int
 ) -> None:
@@ -87,7 +88,7 @@ def test_the_host_budget_is_what_the_step_needs() -> None:
     assert plan.estimate.peaks["host"] <= budget < 1.1 * plan.estimate.peaks["host"] + MIB
 
 
-@pytest.mark.parametrize("device_mib", [16, 24, 40])
+@pytest.mark.parametrize("device_mib", others_in_soak([16, 24, 40], [24]))
 def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
     """Host memory limits the context; the search ends for every size of the device."""
     small = cluster(device_mib, host=64 * MIB)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from plan.profiles import constant
 
@@ -80,7 +81,11 @@ def both(name: str, calls: Counter[int], **more: Any) -> tuple[Estimate, Estimat
     return some, every, layers_run
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of each kind of placement and of layers one; the others in `make soak`.
+EVERY_RUN = ("three tiers", "a last group of two", "frozen below, one tier full", "windows, streamed", "replicas")
+
+
+@pytest.mark.parametrize("name", others_in_soak(CASES, EVERY_RUN))
 def test_the_estimate_equals_that_of_all_layers(name: str, calls: Counter[int]) -> None:
     some, every, layers_run = both(name, calls)
     assert layers_run == CASES[name][1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import others_in_soak
 from distributed.processes import run
 from families import build
 from oracle import tokens
@@ -34,7 +35,7 @@ def measured(parallel_dims: dict[str, int], settings: dict[str, Any]) -> dict[st
     return {"device": meters.peaks["device"], "comm": meters.lanes["comm"].moved, "parameters": own}
 
 
-@pytest.mark.parametrize("parallel_dims", [{"tp": 2}, {"tp": 2, "sp": 2}])
+@pytest.mark.parametrize("parallel_dims", others_in_soak([{"tp": 2}, {"tp": 2, "sp": 2}], [{"tp": 2}]))
 def test_stores_and_parameters_equal_those_of_a_rank(parallel_dims: dict[str, int]) -> None:
     settings = {"chunk_size": 16}
     model = build("llama", torch.float32, **SHAPE)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from distributed.processes import run
 from plan.profiles import constant
 
 from trunkline.data import load_encoder
@@ -20,7 +19,7 @@ from trunkline.train.display import Display
 from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
-from trunkline.train.settings import RecipeError, dump_recipe
+from trunkline.train.settings import RecipeError, dump_recipe, load_recipe
 from trunkline.train.world import World
 
 CPU = torch.device("cpu")
@@ -180,6 +179,10 @@ def test_preflight_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+def _train_in_a_job(folder: str) -> None:
+    train(load_recipe(Path(folder) / "recipe.yaml"), Display())
+
+
 def test_one_process_can_offload(tmp_path: Path) -> None:
     """Offloaded parameters change no loss. That run has a process of its own, since it joins a process group."""
     losses = []
@@ -189,9 +192,7 @@ def test_one_process_can_offload(tmp_path: Path) -> None:
         )
         if offload:
             (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-            command = [sys.executable, "-m", "trunkline", "train", str(tmp_path / "recipe.yaml")]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+            run(1, _train_in_a_job, str(tmp_path))
         else:
             train(recipe, Display())
         lines = (tmp_path / f"run-{offload}" / "metrics.jsonl").read_text().splitlines()

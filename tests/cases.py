@@ -1,10 +1,12 @@
-"""Test cases that cover every pair of values, in place of every combination, where dimensions act independently."""
+"""Choice of test cases: those of every run, and those of `make soak`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+
+import pytest
 
 
 def all_pairs(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -28,3 +30,20 @@ def all_pairs(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         missing -= pairs(best)
     return [tuple(values[i] for values, i in zip(dimensions, each, strict=True)) for each in chosen]
+
+
+def others_in_soak(cases: Iterable[Any], every_run: Collection[Any]) -> list[Any]:
+    """Mark cases for `make soak`, except a few that represent them in every run.
+
+    Args:
+        cases: arguments of a test, or tuples of them.
+        every_run: the few.
+    """
+    cases = list(cases)
+    assert all(case in cases for case in every_run)
+    return [
+        case
+        if case in every_run
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
+        for case in cases
+    ]
