@@ -1,4 +1,4 @@
-"""Timing of functions in alternation, and the JSON that every script writes."""
+"""Timing of functions in alternation, and the JSON file that every script writes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import transformers
 def alternate(
     things: Mapping[str, Callable[[], float]], rounds: int, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Run every function once a round, in an order that is rotated from round to round.
+    """Run every function once per round, and rotate the order from round to round.
 
     Args:
-        things: by name; each runs and returns its seconds.
-        rounds: how many.
-        tell: told each measurement.
+        things: functions by name; each runs and returns its seconds.
+        rounds: number of rounds.
+        tell: called with a line of text for each measurement.
 
     Returns:
-        Seconds of each, one a round.
+        Seconds by name, one sample per round.
     """
     names = list(things)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -42,7 +42,7 @@ def median(samples: list[float]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and the versions."""
+    """Describe the machine and the library versions."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
     return {
@@ -54,6 +54,6 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write all figures and raw samples as JSON."""
+    """Write results, raw samples and the description of the machine as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine(), **content}, indent=1) + "\n")

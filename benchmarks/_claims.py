@@ -1,7 +1,7 @@
-"""Common parts of the letters of `claims.py`: models on the meta device, an estimate of each side, and the table.
+"""Shared parts of `claims.py`: models on the meta device, estimates of both sides, and the Markdown table.
 
-Nothing is set for a row alone: the chunk follows from the length, everything else from the two functions here that
-estimate, `ours` and `alone`.
+No setting is tuned for one row. The chunk size follows from the sequence length. All other settings come from two
+functions: `streamed` estimates Trunkline, `checkpointed` estimates gradient checkpointing without chunks.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.train.presets import PRESETS
 
 K, M, GIB = 2**10, 2**20, 2**30
-WHOLE_LOGITS = 2**62
-FITS = "it fits."  # what Planner.why_not says then
+FULL_LOGITS = 2**62  # bytes; a logits_budget above any size, so that the loss has one tile
+FITS = "it fits."  # answer of Planner.why_not for a job that fits
 _POSITIONS = 64 * M
 
 ASSUMED = [
-    "Estimated, not run: the real engine on tensors without contents, timed with the figures of "
-    "trunkline.plan.hardware as they stand. K is 1,024 tokens, M is 1,048,576.",
-    "GPTs have the widths of trunkline.train.presets with rotary positions (GPT-NeoX without the parallel residual, "
-    "tied head, 50,257 words): a learned table of millions of positions would itself be billions of parameters. Llama "
-    "3 has 128,256 words.",
-    "bf16; AdamW with float32 masters and gradients. Several devices: one sequence over all of them (Ulysses as far as "
-    "the heads go, keys and values gathered beyond), ZeRO-3 with float32 parts. One device: parameters, gradients and "
-    "optimizer offloaded to host memory, unless said otherwise.",
-    "A device has 96% of its memory less 1.5 GiB, a node 90% of its host memory. 'Alone' is checkpointing without "
-    "chunks: each layer replayed from its input, which stays on the device; logits in tiles, or whole where it "
-    "says so.",
-    "MFU counts causal attention exactly and nothing that is computed again; HFU counts what the devices do; 'talk' is "
-    "4/3 of MFU: FPDT's convention, which counts forward twice whether or not attention runs twice.",
+    "Every row is an estimate, not a run. The real engine runs on tensors without data, and a simulated clock times "
+    "each operator with the rates in trunkline.plan.hardware, unchanged. K is 1,024 tokens. M is 1,048,576 tokens.",
+    "GPT models have the layer sizes of trunkline.train.presets, with rotary positions: GPT-NeoX without parallel "
+    "residual, with tied embeddings and a vocabulary of 50,257. A learned table of millions of positions would itself "
+    "have billions of parameters. Llama 3 has a vocabulary of 128,256.",
+    "Models are in bf16. AdamW has fp32 master weights and gradients. Several devices share one sequence: Ulysses "
+    "splits the heads as far as their number allows, and keys and values are gathered beyond that. ZeRO-3 shards "
+    "parameters in fp32. A single device offloads parameters, gradients and optimizer state to host memory, unless a "
+    "table says otherwise.",
+    "A step may use 96% of a device's memory minus 1.5 GiB, and 90% of a node's host memory.",
+    "'Checkpointing' is gradient checkpointing without chunks. It recomputes each layer from its input, and the inputs "
+    "stay on the device. It computes logits in tiles ('tiled logits'), or all at once ('full logits').",
+    "MFU counts causal attention exactly and does not count recomputation. HFU counts all work of the devices. 'MFU "
+    "(FPDT)' is 4/3 of MFU. This is FPDT's convention: it counts the forward twice, even if attention runs once.",
 ]
 
 
@@ -52,13 +53,13 @@ class Answer:
     """Table of one letter.
 
     Attributes:
-        letter: of the claim.
-        title: what it asks.
-        columns: of the table.
+        letter: letter of the claim.
+        title: title of the table.
+        columns: column headers.
         rows: cells, as text.
-        assumed: beyond `ASSUMED`.
-        notes: what is derived rather than estimated, and what cannot be estimated.
-        figures: the numbers behind the rows.
+        assumed: assumptions of this table, in addition to `ASSUMED`.
+        notes: numbers derived by hand, and cases that cannot be estimated.
+        figures: numbers behind the rows, for the JSON file.
     """
 
     letter: str
@@ -75,18 +76,18 @@ class Run:
     """Estimate of a step, or the reason why it does not fit.
 
     Attributes:
-        why: it does not fit; empty where it does.
-        seconds: of a step.
-        rate: tokens a second of a device.
-        mfu: causal, recomputation not counted.
-        hfu: recomputation counted.
-        device: most bytes that a device holds.
-        room: that it has.
-        host: most bytes of host memory, of a node.
+        why: reason why the step does not fit; empty if it fits.
+        seconds: time of the step.
+        rate: tokens per second and device.
+        mfu: MFU with causal attention, without recomputation.
+        hfu: MFU including recomputation.
+        device: peak bytes of a device.
+        room: bytes of a device that a step may use.
+        host: peak bytes of host memory, per node.
         waits: share of the step in which compute waits for a lane.
-        chunk: tokens.
-        keep: what is kept.
-        every: checkpoint_every.
+        chunk: tokens per chunk.
+        keep: kept activations.
+        every: value of `checkpoint_every`.
     """
 
     why: str = ""
@@ -104,42 +105,42 @@ class Run:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits."""
+        """True if the step fits."""
         return not self.why and self.device <= self.room
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, for a table."""
+        """Cell of a table: yes, no, or the missing memory."""
         if self.why:
             return "no"
-        return "yes" if self.fits else f"no, {(self.device - self.room) / GIB:,.1f} GiB over"
+        return "yes" if self.fits else f"no, {(self.device - self.room) / GIB:,.1f} GiB short"
 
     @property
     def speeds(self) -> list[str]:
-        """MFU, MFU in the talk's convention, and HFU."""
+        """Cells of a table: MFU, MFU in FPDT's convention, and HFU."""
         if self.why:
             return ["", "", ""]
         return [f"{self.mfu:.1%}", f"{self.mfu * 4 / 3:.1%}", f"{self.hfu:.1%}"]
 
     @property
     def bytes(self) -> list[str]:
-        """GiB of a device, and of a node's host memory."""
+        """Cells of a table: GiB of a device, and GiB of host memory per node."""
         return ["", ""] if self.why else [f"{self.device / GIB:,.1f}", f"{self.host / GIB:,.0f}"]
 
     @property
     def kept(self) -> str:
-        """Kept activations, for a table."""
+        """Cell of a table: the kept activations."""
         return kept(self.keep, self.every)
 
     def figures(self, **what: Any) -> dict[str, Any]:
-        """Return the numbers for the file."""
+        """Return the numbers for the JSON file."""
         return {**what, **dataclasses.asdict(self), "fits": self.fits}
 
 
 def kept(keep: Sequence[str], every: int) -> str:
-    """Return the kept activations in words."""
+    """Describe the kept activations."""
     own = " + ".join(keep) or "nothing"
-    return own if every == 1 else f"{own}, every {every}th input"
+    return own if every == 1 else f"{own}, checkpoint_every={every}"
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def model_of(name: str) -> MetaModel:
 
 @cache
 def lora_of(name: str) -> MetaModel:
-    """Build a preset with trainable adapters of rank 16 on all linear layers, all else frozen."""
+    """Build a preset with LoRA adapters of rank 16 on all linear layers; everything else is frozen."""
     from peft import LoraConfig, get_peft_model
 
     with torch.device("meta"):
@@ -177,7 +178,7 @@ def _built(name: str) -> Any:
 
 
 def billions(meta_model: MetaModel) -> float:
-    """Return the parameters in billions."""
+    """Return the number of parameters in billions."""
     return sum(p.numel() for p in meta_model.model.parameters()) / 1e9
 
 
@@ -185,23 +186,23 @@ def billions(meta_model: MetaModel) -> float:
 
 
 def machine_of(name: str, devices: int, host: int | None = None, attention: str | None = None) -> Cluster:
-    """Return a cluster of a profile's devices; the host memory of a node is the profile's unless given."""
+    """Return a cluster of a profile's devices; `host` replaces the profile's host memory per node."""
     hardware = load(name, attention=attention)
     return Cluster(hardware, devices, host or hardware.host_bytes or 0)
 
 
 def mesh_of(meta_model: MetaModel, cluster: Cluster) -> ParallelDims:
-    """Return the mesh in which all devices share one sequence."""
+    """Return the mesh that spreads one sequence over all devices."""
     return next(meshes(TrainingJob(1), cluster, heads_of(meta_model.model)[0], one_sequence=True))
 
 
 def sharding_spec_of(cluster: Cluster) -> ShardingSpec:
-    """Return ZeRO-3 over several devices, or offloaded on one."""
+    """Return ZeRO-3, with offload if there is only one device."""
     return ShardingSpec(zero=3, dtype=torch.float32, offload=cluster.devices == 1)
 
 
 def chunk_of(length: int, chunks: int = 32) -> int:
-    """Return the smallest power of two, at least 16K, that cuts a sequence into at most so many chunks."""
+    """Return the smallest power of two, at least 16K, that cuts a sequence into at most `chunks` chunks."""
     size = 16 * K
     while length > chunks * size:
         size *= 2
@@ -219,8 +220,8 @@ def job_of(
     )
 
 
-def ours(planner: Planner, cluster: Cluster, job: TrainingJob) -> Run:
-    """Estimate a streamed step; its budgets leave room for everything outside the stores."""
+def streamed(planner: Planner, cluster: Cluster, job: TrainingJob) -> Run:
+    """Estimate a streamed step; its budgets leave room for all memory outside the activation stores."""
     own = {"chunk": job.fixed["chunk_size"], "keep": job.fixed["keep"], "every": job.fixed["checkpoint_every"]}
     try:
         plan = planner.best(job)
@@ -235,22 +236,22 @@ def first_that_fits(planner: Planner, meta_model: MetaModel, cluster: Cluster, l
     for keep, every in ((("attention",), 1), (("attention",), 4), (("attention",), 8), ((), 1), ((), 4)):
         job = job_of(meta_model, cluster, length, keep, every)
         if planner.why_not(job) == FITS:
-            return ours(planner, cluster, job)
+            return streamed(planner, cluster, job)
         run = Run(planner.why_not(job), keep=keep, every=every)
     return run
 
 
-def alone(
+def checkpointed(
     meta_model: MetaModel,
     cluster: Cluster,
     length: int,
     *,
-    whole_logits: bool = False,
+    full_logits: bool = False,
     timed: bool = True,
     parallel_dims: Any = None,
 ) -> Run:
-    """Estimate a step with checkpointing (and Ulysses) alone: one chunk, everything on the device."""
-    head: dict[str, Any] = {"logits_budget": WHOLE_LOGITS} if whole_logits else {}
+    """Estimate a step with checkpointing, and Ulysses on several devices: one chunk, everything on the device."""
+    head: dict[str, Any] = {"logits_budget": FULL_LOGITS} if full_logits else {}
     try:
         found = estimate(
             meta_model,
@@ -264,7 +265,7 @@ def alone(
             keep=(),
             **head,
         )
-    except ValueError as error:  # one chunk has more elements than a kernel may be given
+    except ValueError as error:  # one chunk has more elements than a kernel accepts
         return Run(str(error), chunk=length)
     return _run(found, cluster, chunk=length)
 
@@ -284,7 +285,7 @@ def _run(found: Estimate, cluster: Cluster, **own: Any) -> Run:
 
 
 def longest(fits: Callable[[int], bool], begin: int = 16 * K, finest: int = 32) -> int:
-    """Return the longest length that fits, to one part in `finest`; 0 if not even the first does."""
+    """Return the longest length that fits, with a precision of 1/`finest`; 0 if `begin` does not fit."""
     if not fits(begin):
         return 0
     low = begin
@@ -298,25 +299,25 @@ def longest(fits: Callable[[int], bool], begin: int = 16 * K, finest: int = 32) 
     return low
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def tokens(count: float) -> str:
-    """Return a number of tokens in K or M."""
+    """Format a number of tokens in K or M."""
     if count >= M:
         return f"{count / M:.3g}M"
     return f"{count / K:.3g}K"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text."""
+    """Format seconds."""
     if seconds >= 36_000:
         return f"{seconds / 3_600:,.1f} h"
     return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def markdown(answer: Answer) -> str:
-    """Return the table in Markdown."""
+    """Format the table, its assumptions and its notes in Markdown."""
     lines = ["| " + " | ".join(answer.columns) + " |", "| --- |" + " ---: |" * (len(answer.columns) - 1)]
     lines += ["| " + " | ".join(row) + " |" for row in answer.rows]
     own = [f"- Assumed: {text}" for text in answer.assumed] + [f"- {text}" for text in answer.notes]

@@ -1,4 +1,4 @@
-"""Letters e and g of `claims.py`: the sweet spot of chunks, and what three machines can train of Llama-3-8B."""
+"""Letters e and g of `claims.py`: the sweet spot of the chunk size, and Llama-3-8B on three machines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from _claims import (
     machine_of,
     mesh_of,
     model_of,
+    streamed,
     tokens,
 )  # fmt: skip
-from _claims import ours as stepped
 
 from trunkline.config import KEEPABLE
 from trunkline.plan.hardware import load
@@ -32,11 +32,11 @@ from trunkline.plan.simulated_sharding import ShardingSpec
 from trunkline.plan.sweet_spot import AttentionShape, ChunkPair, draw, sweet_spot
 
 _SHAPES = (
-    AttentionShape("7B, no groups", 32, 32, 128),
-    AttentionShape("8B, groups of 4", 32, 8, 128),
-    AttentionShape("70B, groups of 8", 64, 8, 128),
+    AttentionShape("7B, MHA", 32, 32, 128),
+    AttentionShape("8B, GQA 4", 32, 8, 128),
+    AttentionShape("70B, GQA 8", 64, 8, 128),
 )
-# A profile, an attention kernel that is not the default, and how many devices of a node move at the same time.
+# Profile, attention kernel (None for the default), and the number of devices of a node that transfer at once.
 _PROFILES = (
     ("a100-80g", None, 1),
     ("h100-sxm", None, 1),
@@ -45,12 +45,12 @@ _PROFILES = (
     ("a100-80g", None, 8),
     ("h100-sxm", "fa3", 8),
 )
-# Hidden, width of the feed-forward and its matrices, by shape: what one layer multiplies.
-_LAYERS = {"7B, no groups": (4096, 16384, 2), "8B, groups of 4": (4096, 14336, 3), "70B, groups of 8": (8192, 28672, 3)}
+# Hidden size, intermediate size, and number of feed-forward matrices of one layer, by shape.
+_LAYERS = {"7B, MHA": (4096, 16384, 2), "8B, GQA 4": (4096, 14336, 3), "70B, GQA 8": (8192, 28672, 3)}
 
 
 def sweet_spots(out: Path) -> Answer:
-    """e: from which chunk on attention hides the moves."""
+    """Estimate letter e: the smallest chunk, or context, at which compute hides transfers."""
     rows, figures = [], []
     for name, attention, devices in _PROFILES:
         hardware = load(name, attention=attention)
@@ -61,7 +61,7 @@ def sweet_spots(out: Path) -> Answer:
             both = _together(pairs["forward"], pairs["backward"])
             seqs = {keep: linear_from(hardware, shape, keep) for keep in ((), ("attention",), KEEPABLE)}
             who = ", ".join(
-                [name, *([attention] if attention else []), *([f"{devices} at once"] if devices > 1 else [])]
+                [name, *([attention] if attention else []), *([f"{devices} devices at once"] if devices > 1 else [])]
             )
             linear = [tokens(n) if n else "always" for n in seqs.values()]
             rows.append([who, shape.name, *map(_cell, (pairs["forward"], pairs["backward"], both)), *linear])
@@ -69,15 +69,17 @@ def sweet_spots(out: Path) -> Answer:
                             **{d: pair.crossing for d, pair in pairs.items()}, "recomputed": both.crossing,
                             **{f"linear {kept(k, 1)}": n for k, n in seqs.items()}})  # fmt: skip
     return Answer(
-        "e", "The sweet spot: from which chunk, or context, on compute hides the moves",
-        ["machine", "heads", "forward: chunk", "backward, attention kept: chunk",
-         "backward, attention recomputed: chunk", "nothing kept: context", "attention kept: context",
-         "attention + kv kept: context"], rows,
-        ["Chunk columns: keys and values streamed, pair by pair, as trunkline.plan.sweet_spot has it; one device of "
-         "a node at work, or 8 at once. With attention recomputed a pair of the backward is a forward and a backward "
-         "together.",
-         "Context columns (derived from the same profile): what is kept leaves once in forward, over the link alone; "
-         "from this context on forward's own compute takes longer, whatever the chunk."], [], figures,
+        "e", "The sweet spot: smallest chunk, or context, at which compute hides transfers",
+        ["machine", "heads", "chunk: forward", "chunk: backward, attention kept",
+         "chunk: backward, attention recomputed", "context: nothing kept", "context: attention kept",
+         "context: attention + kv kept"], rows,
+        ["Chunk columns: keys and values are streamed pair by pair, as in trunkline.plan.sweet_spot. One device of a "
+         "node transfers data, or 8 devices do at once. With attention recomputed, a pair of the backward is a forward "
+         "and a backward together.",
+         "Context columns, derived from the same profile: the forward offloads kept activations once, with no other "
+         "traffic on the link. From this context on, the forward's compute takes longer than this offload, for any "
+         "chunk size.",
+         "MHA: each query head has its own K/V head. GQA 4: four query heads share a K/V head."], [], figures,
     )  # fmt: skip
 
 
@@ -92,9 +94,9 @@ def _cell(pair: ChunkPair) -> str:
 
 
 def linear_from(hardware: Any, shape: AttentionShape, keep: tuple[str, ...]) -> int:
-    """Return the context, in tokens, from which a layer's forward hides the offload of its kept tensors; 0 for any.
+    """Return the smallest context, in tokens, at which a layer's forward hides the offload of its kept tensors.
 
-    A token of a context of S meets S/2 others on average.
+    0 means any context. In a context of S tokens, a token attends to S/2 tokens on average.
     """
     hidden, wide, matrices = _LAYERS[shape.name]
     width = shape.heads * shape.head_dim
@@ -123,7 +125,7 @@ _CHUNK = 64 * K
 
 
 def trainable(_: Path) -> Answer:
-    """g: Llama-3-8B, adapters and whole, with everything that may be kept."""
+    """Estimate letter g: Llama-3-8B with LoRA and with full training, for every `keep`."""
     rows, figures = [], []
     for name, profile, devices, host in _MACHINES:
         cluster = machine_of(profile, devices, host)
@@ -140,13 +142,13 @@ def trainable(_: Path) -> Answer:
                                     "keep": keep, "every": every})  # fmt: skip
     return Answer(
         "g", "Llama-3-8B: what three machines can train",
-        ["machine", "trained", "kept", "longest", *(f"a step at {tokens(n)}" for n in _TIMED)], rows,
-        [f"Chunks of {tokens(_CHUNK)} throughout; the longest context to an eighth, from 128K on; "
-         "LoRA of rank 16 on all linear layers (float32 adapters on a frozen "
-         "bf16 base). One device: everything on it, or offloaded where that is needed or goes further. Eight: ZeRO-2 "
-         "or 3, then with offload. PyTorch's own FlashAttention 2 on all."],
-        ["Where a step has no time it does not fit. With every 4th input a step is estimated where it does not fit "
-         "with all of them: what is computed again without attention adds about 1%."], figures,
+        ["machine", "trained", "kept", "longest", *(f"step time at {tokens(n)}" for n in _TIMED)], rows,
+        [f"Chunks are {tokens(_CHUNK)}. The search for the longest context begins at 128K and has a precision of one "
+         "eighth. LoRA has rank 16 on all linear layers (fp32 adapters, frozen bf16 base). One device holds all "
+         "parameters, gradients and optimizer state, or offloads them if that is needed or allows a longer context. "
+         "Eight devices use ZeRO-2 or ZeRO-3, with offload if needed. The kernel is PyTorch's own FlashAttention 2."],
+        ["A cell without a time means that the step does not fit. checkpoint_every=4 is estimated only where "
+         "checkpoint_every=1 does not fit. Its recomputation, without attention, adds about 1%."], figures,
     )  # fmt: skip
 
 
@@ -159,7 +161,7 @@ def _step(run: Run, every: int) -> str:
 def _trained(
     planner: Planner, meta_model: MetaModel, cluster: Cluster, keep: tuple[str, ...], every: int, known: dict[int, Run]
 ) -> tuple[int, dict[int, Run]]:
-    """Return the longest context and its steps; steps that are known to fit are not estimated again."""
+    """Return the longest context, and the steps by length; do not estimate steps in `known` again."""
 
     def job(length: int, sharding_spec: ShardingSpec | None = None) -> TrainingJob:
         fixed = {"chunk_size": _CHUNK, "keep": keep, "checkpoint_every": every}
@@ -174,5 +176,5 @@ def _trained(
     for length in _TIMED:
         steps[length] = known.get(length, Run("it does not fit"))
         if length <= far and steps[length].why:
-            steps[length] = stepped(planner, cluster, job(length))
+            steps[length] = streamed(planner, cluster, job(length))
     return far, steps

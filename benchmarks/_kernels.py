@@ -1,8 +1,8 @@
-"""Attention kernels and matrix products of a step: recorded, and run again without the step.
+"""Recorder of a step's attention kernels and matrix products, and a replay of these calls alone.
 
-`Recorder` sees every operator of a real step, forward, recomputation and backward; it times the attention kernels and
-matrix products where they are (operators on a CPU are synchronous, so that a clock around the call is exact) and notes
-their arguments' shapes, strides and dtypes. `Bare` then runs these calls one after another with nothing between them.
+`Recorder` sees every operator of a real step: forward, recomputation and backward. It times each attention kernel and
+matrix product in place, and stores the shapes, strides and dtypes of its arguments. Operators on a CPU are synchronous,
+so a clock around the call is exact. `Bare` then runs the recorded calls one after another, with nothing between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MATMULS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addmm
 
 
 def kind_of(operator: Any) -> str | None:
-    """`attention`, `matmul`, or None for any other operator."""
+    """Return `attention` or `matmul`, or None for any other operator."""
     name: str = operator._schema.name
     if "flash_attention" in name or "efficient_attention" in name or "cudnn_attention" in name:
         return "attention"
@@ -39,13 +39,13 @@ class TensorSpec:
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last in memory, gaps included."""
+        """Number of elements from the first to the last in memory, including gaps."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of an operator; tensors among its arguments are `TensorSpec`."""
+    """Call of an operator; each tensor argument is replaced by its `TensorSpec`."""
 
     operator: Callable[..., Any]
     kind: str
@@ -57,8 +57,8 @@ class Recorder(TorchDispatchMode):
     """Dispatch mode that times and records attention kernels and matrix products.
 
     Attributes:
-        calls: in the order they were made.
-        seconds: spent inside them, by kind.
+        calls: recorded calls, in order.
+        seconds: time inside the calls, by kind.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.seconds = dict.fromkeys(KINDS, 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record it if it is a kernel or a product."""
+        """Run an operator, and record it if it is an attention kernel or a matrix product."""
         kwargs = kwargs or {}
         kind = kind_of(func)
         if kind is None:
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Recorded calls, by kind."""
+        """Number of recorded calls, by kind."""
         return {kind: sum(call.kind == kind for call in self.calls) for kind in KINDS}
 
 
@@ -91,12 +91,12 @@ def _spec(x: Any) -> Any:
 class Bare:
     """Recorded calls, ready to run on random tensors of the same shapes, strides and dtypes.
 
-    All calls share one buffer for each place in the argument list, as large as the largest tensor that was there, so
-    that the calls of a long step need little memory. It also leaves more in the processor's cache than a step finds
-    there, which favours the bare calls.
+    All calls share one buffer per position in the argument list. The buffer has the size of the largest tensor at that
+    position, so the calls of a long step need little memory. Shared buffers also hit the processor's cache more often
+    than a step does, which makes the bare calls faster.
 
     Args:
-        calls: from `Recorder`.
+        calls: calls of a `Recorder`.
     """
 
     def __init__(self, calls: list[Call]) -> None:
@@ -111,13 +111,13 @@ class Bare:
         self._bound = [self._bind(call) for call in calls]
 
     def _bind(self, call: Call) -> tuple[str, Callable[..., Any], list[Any], dict[str, Any]]:
-        assert not any(isinstance(x, TensorSpec) for x in call.kwargs.values()), "tensors come by position in aten"
+        assert not any(isinstance(x, TensorSpec) for x in call.kwargs.values()), "aten passes tensors by position"
         args = list(call.args)
         names = [argument.name for argument in call.operator._schema.arguments]  # type: ignore[attr-defined]
         for slot, spec in _slots(call):
             buffer = self._buffers[slot]
             if names[slot[1]] == "logsumexp":
-                # Of scores near 0 over all keys: exp(score - lse) then has the size it has in a step, not a denormal's.
+                # Log-sum-exp of scores near 0 over all keys: exp(score - lse) is then as large as in a step.
                 buffer.fill_(math.log(1 + self._most_keys(call)))
             args[slot[1]] = buffer.as_strided(spec.shape, spec.stride)
         return call.kind, call.operator, args, call.kwargs
@@ -126,7 +126,7 @@ class Bare:
         return max(spec.shape[-2] for _, spec in _slots(call) if len(spec.shape) == 4)
 
     def run(self) -> dict[str, float]:
-        """Run all calls once; seconds by kind, and their `total` with what the loop around them took."""
+        """Run all calls once; return seconds by kind, and `total`, which includes the loop around the calls."""
         seconds = dict.fromkeys(KINDS, 0.0)
         begin = time.perf_counter()
         for kind, operator, args, kwargs in self._bound:
@@ -137,5 +137,5 @@ class Bare:
 
 
 def _slots(call: Call) -> list[tuple[tuple[str, int, torch.dtype], TensorSpec]]:
-    """Return the tensors of a call, each with the buffer that it shares with other calls."""
+    """Return the tensors of a call, each with the key of its shared buffer."""
     return [((call.kind, i, x.dtype), x) for i, x in enumerate(call.args) if isinstance(x, TensorSpec)]

@@ -1,11 +1,11 @@
-"""Extra peak memory of one step, in a fresh process of its own (Linux).
+"""Extra peak memory of one step, in a fresh process (Linux).
 
-`measure` starts this file as a program. There the model is loaded, one tiny step makes every lazy initialisation
-happen and allocates the gradients, and then the peak of the resident set during one step is read from the kernel
-(`VmHWM`, after writing 5 to `/proc/self/clear_refs`) and what was resident before is taken off.
+`measure` starts this file as a program. The program loads the model and runs one tiny step, which does all lazy
+initialisation and allocates the gradients. It then runs one step, reads the peak of the resident set from the Linux
+kernel (`VmHWM`, reset by writing 5 to `/proc/self/clear_refs`), and subtracts the resident set before the step.
 
-For Trunkline the kernel's mark is reset before each chunk, and the bytes of the stores that the engine holds are taken
-off: what remains at its worst, "beyond stores", must not grow with the sequence.
+For Trunkline, the peak is reset before each chunk, and the bytes of the activation stores are subtracted. The largest
+remainder, "memory outside stores", must not grow with the sequence.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def measure(setup: Setup, variant: str, length: int, dtype: str) -> dict[str, An
     """Measure the extra peak memory of a step of `variant`.
 
     Returns:
-        `extra_peak`, `step_seconds`, and for Trunkline `stores_at_peak` and `outside_stores`, in bytes and seconds; or
-        `failed` with the reason, if the process was killed, such as by running out of memory.
+        `extra_peak` in bytes and `step_seconds`; for Trunkline also `stores_at_peak` and `beyond_stores` in bytes. If
+        the process was killed, for example out of memory, only `failed` with the reason.
     """
     task = {"setup": dataclasses.asdict(setup), "variant": variant, "length": length, "dtype": dtype}
     return in_own_process(__file__, task)
 
 
 class Watch:
-    """Gauge of the resident set through a step, chunk by chunk, beside the bytes of the engine's stores.
+    """Monitor of the resident set and of the engine's activation stores, chunk by chunk.
 
     Attributes:
-        stores: the account of those on the device; None for others than Trunkline.
+        stores: budget of the stores on the device; None if the variant is not Trunkline.
         peak: highest resident set so far, in bytes.
-        stores_at_peak: bytes of stores at that time.
-        beyond: highest resident set less stores so far, over all chunks.
+        stores_at_peak: bytes of the stores at that time.
+        beyond: highest resident set minus stores so far, over all chunks.
     """
 
     def __init__(self) -> None:
@@ -51,17 +51,17 @@ class Watch:
         self._active = False
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         self._active = True
         self._before = self._held()
         reset_peak()
 
     def __call__(self, progress: Progress | None = None) -> None:
-        """End one chunk and begin the next; `stream(progress=...)` calls this."""
+        """Record the chunk that ends and start the next one; `stream(progress=...)` calls this."""
         if not self._active:
             return
         peak, after = status("VmHWM"), self._held()
-        stores = max(self._before, after)  # a store may be allocated, or let go, anywhere within a chunk's work
+        stores = max(self._before, after)  # a store may be allocated or freed at any time within a chunk
         if peak > self.peak:
             self.peak, self.stores_at_peak = peak, stores
         self.beyond = max(self.beyond, peak - stores)

@@ -1,4 +1,4 @@
-"""Jobs of several ranks that run one task after another, so that tasks are timed in alternation."""
+"""Jobs of several ranks that stay alive between tasks, so that tasks of several jobs can alternate."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def _rank(rank: int, world: int, port: int, threads: int, serve: Callable[..., A
 
 
 class Job:
-    """Job of ranks, each in its own process.
+    """Job of several ranks, each in its own process.
 
     Args:
-        world: how many.
-        threads: of each.
-        serve: a function of a module, called on every rank with each task's fields.
+        world: number of ranks.
+        threads: threads per rank.
+        serve: module-level function; every rank calls it with the fields of each task.
     """
 
     def __init__(self, world: int, threads: int, serve: Callable[..., Any]) -> None:

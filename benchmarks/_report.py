@@ -23,11 +23,11 @@ OVER_BARE_TARGET = 1.06
 TIME_TARGETS = {"fp32": 0.80, "bf16": 0.95}
 MEMORY_TARGETS = {"attention": 0.45, "none": 0.35}
 _COLUMNS = ("tokens", "dtype", "variant", "runs", "seconds", "time / ckpt", "extra MiB", "memory / ckpt",
-            "attention", "matmul", "step / bare", "beyond stores MiB")  # fmt: skip
+            "attention", "matmul", "step / bare", "outside stores MiB")  # fmt: skip
 
 
 def ratio_text(ratio: Ratio | None) -> str:
-    """Return a ratio with its interval as text."""
+    """Format a ratio with its interval."""
     if ratio is None:
         return ""
     interval = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
@@ -55,7 +55,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def table(rows: Sequence[Row], caption: str = "") -> Table:
-    """Return the table of all rows; ratios are to Hugging Face with gradient checkpointing."""
+    """Return the table of all rows, with ratios to Hugging Face gradient checkpointing."""
     drawn = Table(caption=caption or None, caption_justify="left", header_style="bold")
     for name in _COLUMNS:
         drawn.add_column(name, justify="left" if name in ("dtype", "variant") else "right", no_wrap=True)
@@ -69,12 +69,13 @@ def table(rows: Sequence[Row], caption: str = "") -> Table:
 
 
 class Display:
-    """Display of rows during a run: on a terminal the current cell is redrawn below the finished ones.
+    """Display of rows during a run.
 
-    Elsewhere a line for each measurement and each row.
+    A terminal shows the finished cells, and redraws the current cell below them. Other outputs get one line per
+    measurement and per row.
 
     Args:
-        results: what it shows.
+        results: results to show.
     """
 
     def __init__(self, results: Results) -> None:
@@ -109,7 +110,7 @@ class Display:
             self.console.print(f"{cell}: {what}", highlight=False, soft_wrap=True)
 
     def finished(self, cell: Cell) -> None:
-        """Print a finished cell for good."""
+        """Print a finished cell."""
         if self._live is not None:
             self.console.print(table(cell.rows()))
             return
@@ -123,7 +124,7 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Target of Trunkline, and the measured value."""
+    """Target of Trunkline, with its measured value."""
 
     what: str
     measured: float
@@ -140,7 +141,7 @@ def checks(rows: Sequence[Row]) -> list[Check]:
         at = f"{LABELS[row.variant]}, {row.dtype}, {row.length:,} tokens"
         runs = "1 round" if row.runs == 1 else f"{row.runs} rounds"
         if row.variant == "attention" and row.time is not None:
-            # The target is on medians; the interval is that of the paired ratios.
+            # The target applies to the ratio of medians. The interval is that of the paired ratios.
             limit = TIME_TARGETS[row.dtype]
             found.append(Check(f"time / ckpt: {at}, {runs}", row.time.of_medians, limit, ratio_text(row.time)))
         if row.variant in MEMORY_TARGETS and row.memory is not None:
@@ -158,7 +159,7 @@ def _growth(rows: Sequence[Row]) -> list[Check]:
     for row in rows:
         first = [x for x in rows if (x.variant, x.dtype, x.length) == (row.variant, row.dtype, 16_384)]
         if row.length == 65_536 and first and row.outside_stores and first[0].outside_stores:
-            what = f"memory beyond stores, 65,536 / 16,384 tokens: {LABELS[row.variant]}, {row.dtype}"
+            what = f"memory outside stores, 65,536 / 16,384 tokens: {LABELS[row.variant]}, {row.dtype}"
             found.append(Check(what, row.outside_stores / first[0].outside_stores, 1.05))
     return found
 
@@ -176,7 +177,7 @@ def _verdict(found: Sequence[Check]) -> RenderableType:
 
 # -- figure ------------------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, which the colour-blind tell apart; markers differ as well.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. Markers differ as well.
 _STYLE = {
     PLAIN: ("#8c8c8c", "s"),
     "none": ("#E69F00", "o"),
@@ -188,7 +189,7 @@ _STYLE = {
 
 
 def draw(rows: Sequence[Row], path: Path, subtitle: str) -> None:
-    """Draw time and memory relative to gradient checkpointing over the length, one column a dtype."""
+    """Draw time and memory, relative to gradient checkpointing, over the length; one column per dtype."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,8 +234,8 @@ def draw_memory(memory: Mapping[str, Mapping[int, float]], path: Path, subtitle:
 
     Args:
         memory: bytes by variant and length.
-        path: PNG to write.
-        subtitle: model and machine.
+        path: PNG file to write.
+        subtitle: description of model and machine.
     """
     import matplotlib
 
@@ -282,7 +283,7 @@ def _panel(axis: Axes, rows: Sequence[Row], *, memory: bool) -> None:
         if points:
             x, y, below, above = zip(*points, strict=True)
             means += y
-            if not memory:  # a little beside each other, or their intervals hide one another
+            if not memory:  # shift the points, so that their intervals do not overlap
                 x = tuple(length * 2 ** (0.03 * (place - 2)) for length in x)
             axis.errorbar(x, y, yerr=None if memory else (below, above), color=color, marker=marker, markersize=6,
                           linewidth=1.8, elinewidth=1, capsize=3, label=LABELS[variant])  # fmt: skip
@@ -291,7 +292,7 @@ def _panel(axis: Axes, rows: Sequence[Row], *, memory: bool) -> None:
     low, high = axis.get_ylim()
     if memory:
         axis.set_ylim(0, max(means) * 1.08)
-    else:  # an interval from two or three rounds may be wider than all there is to see
+    else:  # an interval from two or three rounds may be much wider than the data
         axis.set_ylim(max(low, min(means) - 0.15, 0), min(high, max(means) + 0.15))
     axis.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axis.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Resident set of a process (Linux), and fresh processes to measure it in."""
+"""Resident set of a process (Linux), measured in a fresh process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from _variants import Setup
 
-# Freed memory goes back to the kernel at once, for every variant alike: otherwise the resident set shows what malloc
-# hoards and not what the step needs. One arena, because hoards are per arena.
+# malloc returns freed memory to the kernel at once, for every variant. Otherwise the resident set includes memory that
+# malloc holds back and the step does not need. There is one arena, because each arena holds memory back.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -22,11 +22,11 @@ def in_own_process(script: str, task: dict[str, Any]) -> dict[str, Any]:
     """Run a script with a task as its argument.
 
     Args:
-        script: its file; its last line of output is its answer.
-        task: what JSON can say.
+        script: file of the script; its last line of output is the answer.
+        task: argument, as a JSON object.
 
     Returns:
-        The answer; if the process was killed, which is how running out of memory looks, `failed` with the reason.
+        The answer. If the process was killed, as happens out of memory, `failed` with the reason.
     """
     child = subprocess.run(
         [sys.executable, script, json.dumps(task)],
@@ -43,7 +43,7 @@ def in_own_process(script: str, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def answered(trial: Callable[..., dict[str, Any]]) -> bool:
-    """Do the task and print its answer in a process that `in_own_process` started; return False in any other."""
+    """Run the task and print its answer if `in_own_process` started this process; otherwise return False."""
     if len(sys.argv) != 2 or not sys.argv[1].startswith("{"):
         return False
     task = json.loads(sys.argv[1])
@@ -52,7 +52,7 @@ def answered(trial: Callable[..., dict[str, Any]]) -> bool:
 
 
 def status(field: str) -> int:
-    """Return a field of this process's status in bytes: `VmRSS` is the resident set, `VmHWM` its peak."""
+    """Return a field of this process's status in bytes, such as `VmRSS` (resident set) or `VmHWM` (its peak)."""
     match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match is not None, f"this kernel does not report {field}"
     return int(match[1]) * 1024

@@ -1,4 +1,4 @@
-"""Raw samples in one JSON file, which every run adds to, and figures computed from them."""
+"""Results of `vs_checkpointing.py`: one JSON file of raw samples, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from _variants import BASELINE, VARIANTS, Setup
 
 import trunkline
 
-# Student's t, two-sided 95%, for 1, 2, … degrees of freedom; beyond the last the last serves (a little wide).
+# Student's t, two-sided 95%, for 1, 2, … degrees of freedom. Larger ones use the last value, which is slightly wide.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -32,10 +32,10 @@ class Ratio:
     """Ratio of paired samples, with its interval.
 
     Attributes:
-        mean: geometric mean of the ratios of each round.
-        low: lower end of its 95% interval (t on the logarithms); None with fewer than two rounds.
-        high: upper end.
-        of_medians: the ratio of the two medians, over the same rounds.
+        mean: geometric mean of the ratios of all rounds.
+        low: lower end of the 95% interval (t on the logarithms); None with fewer than two rounds.
+        high: upper end of the interval.
+        of_medians: ratio of the two medians, over the same rounds.
     """
 
     mean: float
@@ -45,7 +45,7 @@ class Ratio:
 
 
 def paired(samples: Sequence[float], references: Sequence[float]) -> Ratio:
-    """Return the ratio of samples to references of the same rounds."""
+    """Return the ratio of samples to references; both come from the same rounds."""
     logs = [math.log(a / b) for a, b in zip(samples, references, strict=True)]
     center = statistics.fmean(logs)
     of_medians = statistics.median(samples) / statistics.median(references)
@@ -57,7 +57,7 @@ def paired(samples: Sequence[float], references: Sequence[float]) -> Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures of one variant at one length and dtype; None where not measured."""
+    """Figures of one variant at one length and dtype; None for a figure that was not measured."""
 
     length: int
     dtype: str
@@ -78,10 +78,11 @@ class Cell:
     """Samples at one length and dtype.
 
     Attributes:
-        rounds: each with `order`, and `seconds`, `cores` and `loss` by name; `bare:<variant>` is a variant's kernel
-            calls run bare.
-        memory: by variant, from `_memory.measure`.
-        parts: by variant, of one recorded step: `seconds`, inside `attention` and `matmul`, and `counts` of calls.
+        rounds: list of rounds; each has `order`, and `seconds`, `cores` and `loss` by name. The name `bare:<variant>`
+            stands for a variant's kernel calls run alone.
+        memory: results of `_memory.measure`, by variant.
+        parts: one recorded step by variant: its `seconds`, the seconds in `attention` and in `matmul`, and the `counts`
+            of calls.
     """
 
     def __init__(self, length: int, dtype: str, saved: dict[str, Any] | None = None) -> None:
@@ -95,11 +96,11 @@ class Cell:
         return f"{self.length:,} tokens, {self.dtype}"
 
     def rounds_with(self, *names: str) -> list[dict[str, float]]:
-        """Return the seconds of the rounds in which all given variants ran."""
+        """Return the seconds of each round in which all given names ran."""
         return [r["seconds"] for r in self.rounds if all(name in r["seconds"] for name in names)]
 
     def row(self, variant: str) -> Row | None:
-        """Return the figures of a variant; None without a measurement."""
+        """Return the figures of a variant; None if nothing was measured."""
         own = self.rounds_with(variant)
         memory, parts = self.memory.get(variant, {}), self.parts.get(variant, {})
         if not own and not memory and not parts:
@@ -134,12 +135,12 @@ class Results:
     """JSON file of a benchmark, written after every measurement.
 
     Args:
-        path: the file.
-        setup: what is held fixed.
-        merge: add to what the file holds, if it is there; otherwise it is replaced.
+        path: path of the file.
+        setup: setup that all cells share.
+        merge: add to an existing file; otherwise replace it.
 
     Raises:
-        ValueError: the file was measured with another setup or other versions.
+        ValueError: the file has another setup, other versions or another machine.
     """
 
     def __init__(self, path: Path, setup: Setup, *, merge: bool) -> None:
@@ -152,8 +153,8 @@ class Results:
         for part, value in self.fixed.items():
             if saved[part] != value:
                 raise ValueError(
-                    f"--merge: {path} was measured with {part} {saved[part]}, and this is {value}: give another --out, "
-                    "or leave --merge away to measure all anew."
+                    f"--merge: {path} was measured with {part} {saved[part]}, and this run has {value}: give another "
+                    "--out, or leave out --merge to measure everything again."
                 )
         for cell in saved["cells"].values():
             self.cell(cell["length"], cell["dtype"], cell)
@@ -184,7 +185,7 @@ def _versions() -> dict[str, str]:
     loaded = sorted(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "trunkline" and m.__file__)
     source = b"".join(Path(file).read_bytes() for file in loaded)
     return {
-        # The source too, of the modules a step runs: samples of two engines must not end up in one ratio.
+        # The hash covers the source of all loaded modules, so that one ratio never mixes samples of two engines.
         "trunkline": f"{trunkline.__version__}+{hashlib.blake2b(source, digest_size=6).hexdigest()}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,4 +1,4 @@
-"""Steps of one model under several settings, in alternation, with bytes held and moved."""
+"""Steps of one model with several settings, in alternation: seconds, peaks and moved bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trunkline
 
 
 def smallest_budget(model: Any, length: int, **settings: Any) -> int:
-    """Find the smallest device budget that a step accepts, by estimating it."""
+    """Find the smallest device budget with which an estimate of the step fits."""
     low, high = 1, 2**34
     while high - low > 4_096:
         middle = (low + high) // 2
@@ -28,7 +28,7 @@ def smallest_budget(model: Any, length: int, **settings: Any) -> int:
 def measure_steps(
     setup: Setup, base: Any, length: int, runs: int, variants: Mapping[str, dict[str, Any]], tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure seconds, exposed seconds, moved bytes and peaks of steps with each variant's settings of `stream`."""
+    """Measure seconds, exposed seconds, moved bytes and peaks of steps, for the `stream` settings of each variant."""
     models = {name: prepare(base, "attention", setup, **settings) for name, settings in variants.items()}
     meters: dict[str, list[trunkline.Stats]] = {name: [] for name in models}
     ids_BS = tokens(setup, length)
@@ -54,5 +54,5 @@ def measure_steps(
 
 
 def exposed_share(found: Mapping[str, Any], name: str) -> float:
-    """Return the share of a step that compute waited for its lanes, the median over the rounds."""
+    """Return the share of a step in which compute waited for its lanes: the median over all rounds."""
     return median([e / s for e, s in zip(found["exposed"][name], found["seconds"][name], strict=True)])

@@ -1,4 +1,4 @@
-"""Variants of training that are compared: one model, prepared for each, and the step that all run."""
+"""Variants of training to compare: one model prepared for each variant, and the step that all of them run."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Setup:
     """Setup that all variants of a run share.
 
     Attributes:
-        layers: decoder layers.
-        vocab_size: rows of the embedding and of the unembedding.
-        chunk_size: of Trunkline, in tokens, or `auto`.
-        threads: of PyTorch, within an operator.
+        layers: number of decoder layers.
+        vocab_size: size of the vocabulary.
+        chunk_size: tokens per chunk for Trunkline, or `auto`.
+        threads: threads of PyTorch within an operator.
         hidden_size: E.
-        heads: query heads.
-        kv_heads: key/value heads.
+        heads: number of query heads, H.
+        kv_heads: number of key/value heads, K.
         head_dim: D.
-        intermediate_size: of the MLP.
-        seed: of weights and tokens.
+        intermediate_size: hidden size of the MLP.
+        seed: random seed of weights and tokens.
     """
 
     layers: int
@@ -65,7 +65,7 @@ class Setup:
 
 
 def build(setup: Setup, dtype: str) -> PreTrainedModel:
-    """Build the model in training mode; its weights depend on setup and dtype only."""
+    """Build the model in training mode; its weights depend only on setup and dtype."""
     config = LlamaConfig(
         vocab_size=setup.vocab_size,
         hidden_size=setup.hidden_size,
@@ -75,7 +75,7 @@ def build(setup: Setup, dtype: str) -> PreTrainedModel:
         num_key_value_heads=setup.kv_heads,
         head_dim=setup.head_dim,
         max_position_embeddings=2**20,
-        use_cache=False,  # a cache that training never reads would count against Hugging Face
+        use_cache=False,  # training never reads the cache, so its cost would be unfair to Hugging Face
         attn_implementation="sdpa",
         dtype=DTYPES[dtype],
     )
@@ -85,10 +85,10 @@ def build(setup: Setup, dtype: str) -> PreTrainedModel:
 
 
 def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options: Any) -> PreTrainedModel:
-    """Return a copy of `model` that trains as `variant` does."""
+    """Return a copy of `model`, set up for `variant`."""
     model = copy.deepcopy(model)
     if variant == BASELINE:
-        # Older releases of transformers know it by the second name only; both are non-reentrant by default.
+        # Older releases of transformers have only the second name. Both are non-reentrant by default.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     elif variant == OFFLOADED:
         budget: Any = {"device_budget": "48MiB", "offload_dir": Path(__file__).parent}
@@ -99,7 +99,7 @@ def prepare(model: PreTrainedModel, variant: str, setup: Setup, **stream_options
 
 
 def tokens(setup: Setup, length: int) -> Tensor:
-    """Return token ids (1, S), the same for every variant."""
+    """Return token ids (1, S); they are the same for every variant."""
     generator = torch.Generator().manual_seed(setup.seed + 1)
     return torch.randint(setup.vocab_size, (1, length), generator=generator)
 
@@ -109,10 +109,10 @@ class Step:
     """Result of one training step.
 
     Attributes:
-        seconds: it took.
-        cores: processor seconds of this process by seconds; far below the threads, others were using the machine.
-        loss: of the step.
-        grad_norm: of all gradients.
+        seconds: wall time.
+        cores: CPU time divided by wall time; far below the number of threads, the machine was shared.
+        loss: loss of the step.
+        grad_norm: norm of all gradients.
     """
 
     seconds: float
@@ -122,7 +122,7 @@ class Step:
 
 
 def step(model: PreTrainedModel, ids_BS: Tensor, *, keep_grads: bool = False) -> Step:
-    """Time a forward and a backward; gradients are reset to None unless `keep_grads`."""
+    """Time a forward and a backward; reset gradients to None first, unless `keep_grads`."""
     if not keep_grads:
         model.zero_grad(set_to_none=True)
     gc.collect()
@@ -135,14 +135,14 @@ def step(model: PreTrainedModel, ids_BS: Tensor, *, keep_grads: bool = False) ->
 
 
 def check_same(variant: str, got: Step, expected: Step, dtype: str) -> None:
-    """Refuse to compare the times of steps with different results.
+    """Check that two steps have the same results, before their times are compared.
 
     Raises:
-        RuntimeError: loss or gradient norm differ by more than rounding explains.
+        RuntimeError: loss or gradient norm differ by more than rounding.
     """
-    # Rounding only: sums over S tokens in another order in fp32; in bf16 Hugging Face rounds every intermediate.
+    # Rounding only: fp32 sums over S tokens have another order, and in bf16 Hugging Face rounds every intermediate.
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
     for name in ("loss", "grad_norm"):
         a, b = getattr(got, name), getattr(expected, name)
         if not abs(a - b) <= tolerance * abs(b):
-            raise RuntimeError(f"{variant} has {name} {a:.6g} where {BASELINE} has {b:.6g}: not the same computation.")
+            raise RuntimeError(f"{variant} has {name} {a:.6g} and {BASELINE} has {b:.6g}: their computations differ.")

@@ -1,13 +1,13 @@
-"""Does a change of the source change what is computed? Hashes of losses, gradients and generated tokens, bit by bit.
+"""Bitwise comparison of results before and after a change: hashes of losses, gradients and generated tokens.
 
-For changes that must not change anything: files that move, names that are replaced. Record before, compare after:
+Use it for changes that must not alter results, such as moved files and new names. Record before, compare after:
 
     python benchmarks/bitwise.py record /tmp/before.json
-    python benchmarks/bitwise.py compare /tmp/before.json      # a line for each setting that differs, and exit status 1
+    python benchmarks/bitwise.py compare /tmp/before.json      # one line per difference, and exit status 1
 
-`--only TEXT` runs the settings with that text in their name. Every setting is one tiny model with random weights, the
-same in every run. Hashes hold for one machine and one PyTorch, and so are not committed: processors round differently.
-What is renamed in trunkline is renamed here in `streamed` and the functions below it; the table has names of its own.
+`--only TEXT` runs the settings whose name contains the text. Every setting is a tiny model with fixed random weights.
+Hashes depend on the processor and on the PyTorch version, because processors round differently. Do not commit them.
+After a rename in trunkline, adapt `streamed` and the functions below it; the table of settings has its own names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["MKL_CBWR"] = "COMPATIBLE"  # else products depend on the addresses at which tensors happen to lie
+os.environ["MKL_CBWR"] = "COMPATIBLE"  # otherwise matrix products depend on the addresses of the tensors
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("tests", "benchmarks")]
 
@@ -45,68 +45,68 @@ Parts = dict[str, Tensor]
 
 
 def documents(ids_BS: Tensor) -> Parts:
-    """Three documents in a row, by number."""
+    """Return document ids for three documents in each row."""
     ends = torch.tensor([0.3, 0.35]) * ids_BS.shape[1]
     return {"document_ids": (torch.arange(ids_BS.shape[1]) >= ends[:, None]).sum(0)[None].expand_as(ids_BS)}
 
 
 def positions(ids_BS: Tensor) -> Parts:
-    """Documents by positions, cut at other places in each row."""
+    """Return position ids that begin anew at each document; every row has other boundaries."""
     cuts = [[0, 9 + 11 * row, 50 + row, ids_BS.shape[1]] for row in range(len(ids_BS))]
     return {"position_ids": torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in cuts])}
 
 
 def padding(ids_BS: Tensor) -> Parts:
-    """Padding on the right, of another length in each row."""
+    """Return an attention mask with padding on the right, of another length in each row."""
     lengths = ids_BS.shape[1] - 1 - 23 * torch.arange(len(ids_BS))
     return {"attention_mask": (torch.arange(ids_BS.shape[1]) < lengths[:, None]).long()}
 
 
 def counted(ids_BS: Tensor) -> Parts:
-    """A number of items that is not that of the tokens."""
+    """Return a num_items_in_batch that differs from the number of tokens."""
     return {"num_items_in_batch": torch.tensor(71)}
 
 
 def adapters(model: nn.Module) -> nn.Module:
-    """LoRA on every matrix."""
+    """Add LoRA adapters to every linear layer."""
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def frozen(model: nn.Module) -> nn.Module:
-    """Embeddings that are not trained."""
+    """Freeze the embeddings."""
     model.get_input_embeddings().requires_grad_(False)
     return model
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, how it is streamed, and what is computed.
+    """Model, settings of `stream`, and the computation to run.
 
     Attributes:
-        name: of the setting.
-        family: a config of transformers, without "Config".
-        do: `train`, `score`, or with a cache `generate`, `sample`, `beams` or `load` (generate, after a trip over a
-            folder).
-        dtype: of the model.
-        rows: of the batch.
-        length: tokens of each row.
-        new: tokens that are generated.
-        config: what the model has besides.
-        change: what is done to the model before it is streamed.
-        given: what a forward takes besides tokens.
-        scale: by which the loss is multiplied.
-        autocast: whether a forward runs in bf16 by autocast.
+        name: name of the setting.
+        family: name of the config class in transformers, without "Config".
+        do: `train`, `score`, or one that uses a cache: `generate`, `sample`, `beams`, or `load`, which generates with
+            a saved and loaded cache.
+        dtype: dtype of the model.
+        rows: rows of the batch.
+        length: tokens per row.
+        new: tokens to generate.
+        config: additional fields of the model's config.
+        change: function that changes the model before it is streamed.
+        given: function that returns more arguments of the forward, from the tokens.
+        scale: factor of the loss.
+        autocast: run the forward in bf16 autocast.
         mesh: degrees of parallelism, on two ranks.
-        zero: how parameters are spread over ranks; None leaves them whole.
-        chunk: tokens in a chunk.
-        keep: what stays between forward and backward.
-        every: the inputs of every how many layers stay.
-        kernel: of attention.
-        head: bytes of logits at once.
-        strategy: of attention where not all fits.
-        prefetch: tensors of a store under way.
-        device: budget there, beyond which chunks go to the host.
-        host: budget there, beyond which they go to disk.
+        zero: ZeRO stage of `shard`; None does not shard.
+        chunk: `chunk_size`.
+        keep: key of `KEEP`.
+        every: `checkpoint_every`.
+        kernel: `attn_kernel`.
+        head: `logits_budget`.
+        strategy: `attn_strategy`.
+        prefetch: `prefetch`.
+        device: `device_budget`; chunks over it go to the host.
+        host: `host_budget`; chunks over it go to disk.
     """
 
     name: str
@@ -182,7 +182,7 @@ KEEP = {None: None, "none": (), "kv": ("kv",), "both": ("attention", "kv")}
 
 
 def streamed(setting: Setting, model: nn.Module, mesh: Any, folder: str) -> nn.Module:
-    """The model, spread over ranks and streamed as a setting says."""
+    """Shard and stream the model as the setting says."""
     given = {
         "chunk_size": setting.chunk, "keep": KEEP[setting.keep], "checkpoint_every": setting.every,
         "attn_kernel": setting.kernel, "logits_budget": setting.head, "attn_strategy": setting.strategy,
@@ -195,13 +195,13 @@ def streamed(setting: Setting, model: nn.Module, mesh: Any, folder: str) -> nn.M
 
 
 def scored(model: nn.Module, ids_BS: Tensor) -> Parts:
-    """How well each token is predicted."""
+    """Score every token."""
     found = StreamedScorer(model)(ids_BS)
     return {"log_probs": found.log_probs, "is_greedy": found.is_greedy}
 
 
 def generated(setting: Setting, model: nn.Module, ids_BS: Tensor, folder: str) -> Parts:
-    """Tokens behind a prompt and a second one, and the logits on the way."""
+    """Prefill two prompts, generate after them, and return tokens and logits."""
     cache = trunkline.prefill(model, ids_BS, **setting.given(ids_BS))
     prompt = cache.logits
     trunkline.prefill(model, ids_BS[:, :5], cache=cache)
@@ -217,7 +217,7 @@ def generated(setting: Setting, model: nn.Module, ids_BS: Tensor, folder: str) -
 
 
 def trained(setting: Setting, model: nn.Module, ids_BS: Tensor) -> Parts:
-    """The losses of two batches, the sums of their gradients, and logits in evaluation."""
+    """Train on two batches, and return their losses, the summed gradients, and logits in evaluation mode."""
     found: Parts = {}
     for number, ids in enumerate((ids_BS, ids_BS[:, :-9])):
         with torch.autocast("cpu", torch.bfloat16, enabled=setting.autocast):
@@ -230,7 +230,7 @@ def trained(setting: Setting, model: nn.Module, ids_BS: Tensor) -> Parts:
 
 
 def computed(setting: Setting, folder: str) -> Parts:
-    """What a setting computes, on this rank."""
+    """Run a setting, and return the results of this rank."""
     mesh = trunkline.init_mesh(**setting.mesh) if setting.mesh else None
     (row,) = (row for row in ROWS if row.config == f"{setting.family}Config")
     row = dataclasses.replace(row, settings={**row.settings, **setting.config})
@@ -245,7 +245,7 @@ def computed(setting: Setting, folder: str) -> Parts:
 
 
 def hashed(number: int, folder: str) -> str:
-    """The hash of what a setting computes, or the error it ends with."""
+    """Return the hash of a setting's results, or its error."""
     digest = hashlib.sha256()
     try:
         for name, part in sorted(computed(SETTINGS[number], folder).items()):
@@ -258,7 +258,7 @@ def hashed(number: int, folder: str) -> str:
 
 
 def measure(only: str) -> dict[str, str]:
-    """Hashes of settings by name."""
+    """Return hashes by name of the setting."""
     found: dict[str, str] = {}
     torch.set_num_threads(1)
     job = Job(2, 1, hashed) if any(setting.mesh and only in setting.name for setting in SETTINGS) else None
@@ -273,11 +273,11 @@ def measure(only: str) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Record or compare."""
+    """Record or compare hashes; return 1 if a setting differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["record", "compare"])
-    parser.add_argument("file", type=Path, help="where the hashes are")
-    parser.add_argument("--only", default="", help="settings with this text in their name")
+    parser.add_argument("action", choices=["record", "compare"], help="write hashes, or compare with them")
+    parser.add_argument("file", type=Path, help="file of the hashes")
+    parser.add_argument("--only", default="", help="run only settings whose name contains this text")
     given = parser.parse_args(arguments)
     start = time.perf_counter()
     found = measure(given.only)
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = json.loads(given.file.read_text())
         new = {name: "was not recorded" for name in found if name not in expected}
         failed = {name: "differs" for name in found if found[name] != expected.get(name)} | new | failed
-        print(f"{len(found) - len(failed)} of {len(found)} the same")
+        print(f"{len(found) - len(failed)} of {len(found)} are equal")
     for name, text in failed.items():
         print(f"{name}: {text}")
     return 1 if failed or not found else 0

@@ -1,10 +1,10 @@
-"""Claims of the FPDT talk and paper (arXiv 2408.16978), estimated: one table a letter.
+"""Estimates for the claims of the FPDT talk and paper (arXiv 2408.16978), one table per letter.
 
-No such machine is needed: the real engine runs on tensors without contents, and a simulated clock takes the time of
-every operator from a hardware profile. Assumptions are printed above the tables; nothing is tuned for a row.
+The machines are simulated. The real engine runs on tensors without data, and a simulated clock takes the time of every
+operator from a hardware profile. The script prints the assumptions above the tables. No setting is tuned for one row.
 
-    python benchmarks/claims.py                 # everything
-    python benchmarks/claims.py --only a e      # some letters; the others keep what an earlier run found
+    python benchmarks/claims.py                 # all letters
+    python benchmarks/claims.py --only a e      # some letters; the other tables come from the last run
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ LETTERS: dict[str, Callable[[Path], Answer]] = {
 
 
 def drawn(answer: Answer) -> Table:
+    """Return the table of a letter for the terminal."""
     table = Table(title=f"{answer.letter}. {answer.title}", title_justify="left", header_style="bold",
                   caption="\n".join([*(f"assumed: {text}" for text in answer.assumed), *answer.notes]) or None,
                   caption_justify="left")  # fmt: skip
@@ -49,8 +50,10 @@ def drawn(answer: Answer) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LETTERS, default=list(LETTERS), metavar="LETTER",
-                        help="letters to estimate; the tables of the others are those of the last run")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder for files and figures")
+                        help="letters to estimate; the other tables come from the last run (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "out", help="folder for JSON, Markdown and figures"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -60,7 +63,7 @@ def main() -> None:
         console.print(f"assumed: {text}", highlight=False)
     answers = []
     for letter, estimate in LETTERS.items():
-        # A file for each letter, so that two may be estimated at the same time.
+        # Each letter has its own file, so that two runs can estimate different letters at the same time.
         path = given.out / f"claims-{letter}.json"
         if letter in given.only:
             begin = time.perf_counter()
@@ -76,7 +79,7 @@ def main() -> None:
             console.print(drawn(answer))
     text = "\n".join([*(f"- {text}" for text in ASSUMED), "", *map(markdown, answers)])
     (given.out / "claims.md").write_text(text)
-    console.print(f"wrote {given.out / 'claims.md'}, claims-*.json and figures beside it")
+    console.print(f"wrote {given.out / 'claims.md'}, and claims-*.json and figures in the same folder")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Cost of packed documents and windows: only token pairs that see each other take time.
+"""Cost of packed documents and of sliding windows: compute is proportional to the visible token pairs.
 
-Packed: a sequence of several documents against each of these documents alone, through the same engine, in alternation.
-Windows: seconds a token as the sequence grows, with a window, and without one for comparison.
+Packed documents: one sequence of several documents is timed against the same documents one by one, in the same engine
+and in alternation. Windows: time per token is measured over growing lengths, with and without a window.
 
     python benchmarks/documents.py --length 65536 --documents 16 --window 4096 --runs 5
 """
@@ -27,7 +27,7 @@ import trunkline
 
 
 def timed(model: PreTrainedModel, rows: Sequence[torch.Tensor], **given: Any) -> float:
-    """Return the seconds of a forward and a backward of each batch."""
+    """Run a forward and a backward of each batch, and return the seconds of all."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     start = time.perf_counter()
@@ -37,7 +37,7 @@ def timed(model: PreTrainedModel, rows: Sequence[torch.Tensor], **given: Any) ->
 
 
 def packed(setup: Setup, length: int, count: int, runs: int, tell: Callable[[str], None]) -> dict[str, list[float]]:
-    """Measure a packed sequence, and its documents one after another."""
+    """Measure a packed sequence, and its documents one by one."""
     model = trunkline.stream(build(setup, "fp32"), chunk_size=setup.chunk_size)
     ids = tokens(setup, length)
     positions = torch.arange(length // count).repeat(count)[None]
@@ -45,13 +45,13 @@ def packed(setup: Setup, length: int, count: int, runs: int, tell: Callable[[str
     timed(model, documents[:1])
     ways = {
         "packed": lambda: timed(model, [ids], position_ids=positions),
-        "each alone": lambda: timed(model, documents),
+        "one by one": lambda: timed(model, documents),
     }
     return alternate(ways, runs, tell)
 
 
 def windowed(setup: Setup, window: int | None) -> PreTrainedModel:
-    """Return the model with a sliding window."""
+    """Build a streamed model with a sliding window, or without one for None."""
     config = MistralConfig(
         vocab_size=setup.vocab_size, hidden_size=setup.hidden_size, intermediate_size=setup.intermediate_size,
         num_hidden_layers=setup.layers, num_attention_heads=setup.heads, num_key_value_heads=setup.kv_heads,
@@ -64,7 +64,7 @@ def windowed(setup: Setup, window: int | None) -> PreTrainedModel:
 def growing(
     setup: Setup, lengths: Sequence[int], window: int, runs: int, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Measure the seconds a million tokens at each length with the window, and at the first two without."""
+    """Measure seconds per million tokens: at each length with the window, at the first two lengths without it."""
     models = {window: windowed(setup, window), None: windowed(setup, None)}
     for model in models.values():
         timed(model, [tokens(setup, lengths[0])])
@@ -81,17 +81,19 @@ def growing(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where packing costs more than 15%, or a window's time is not flat."""
+    """Run the benchmark; return 1 if packing costs over 15%, or if a window's time per token changes by over 10%."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=65_536, help="tokens of the packed sequence")
-    parser.add_argument("--documents", type=int, default=16, help="how many are packed in it, all as long")
-    parser.add_argument("--window", type=int, default=4_096)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 32_768, 65_536, 131_072])
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--chunk-size", type=int, default=4_096)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "documents.json")
+    parser.add_argument("--length", type=int, default=65_536, help="tokens in the packed sequence")
+    parser.add_argument("--documents", type=int, default=16, help="number of documents in it, of equal length")
+    parser.add_argument("--window", type=int, default=4_096, help="tokens in the sliding window")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 32_768, 65_536, 131_072],
+                        help="sequence lengths for the sliding window")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=1, help="number of layers")
+    parser.add_argument("--vocab", type=int, default=512, help="size of the vocabulary")
+    parser.add_argument("--chunk-size", type=int, default=4_096, help="tokens per chunk")
+    parser.add_argument("--runs", type=int, default=5, help="rounds to measure")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "documents.json",
+                        help="JSON file to write")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads())
     console = Console()
@@ -102,20 +104,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seconds = packed(setup, given.length, given.documents, given.runs, tell)
     table = Table(header_style="bold", title=f"{given.length:,} tokens in {given.documents} documents, "
                                              f"medians of {given.runs} rounds")  # fmt: skip
-    for column in ("", "seconds", "packed / this", "paired"):
+    for column in ("", "seconds", "packed / this", "range over rounds"):
         table.add_column(column, justify="right")
     for name, samples in seconds.items():
         paired = sorted(a / b for a, b in zip(seconds["packed"], samples, strict=True))
         ratio = median(seconds["packed"]) / median(samples)
         table.add_row(name, f"{median(samples):.2f}", f"{ratio:.3f}", f"{paired[0]:.3f} … {paired[-1]:.3f}")
     console.print(table)
-    cost = median(seconds["packed"]) / median(seconds["each alone"])
+    cost = median(seconds["packed"]) / median(seconds["one by one"])
 
     times = growing(setup, given.lengths, given.window, given.runs, tell)
     first = f"{given.lengths[0]:,}"
-    table = Table(header_style="bold", title=f"seconds a million tokens, window {given.window:,}, chunks of "
+    table = Table(header_style="bold", title=f"seconds per million tokens, window {given.window:,}, chunks of "
                                              f"{given.chunk_size:,}")  # fmt: skip
-    for column in ("tokens", "seconds", f"of that at {first}"):
+    for column in ("tokens", "seconds", f"ratio to {first}"):
         table.add_column(column, justify="right")
     for name, samples in times.items():
         table.add_row(name, f"{median(samples):.1f}", f"{median(samples) / median(times[first]):.3f}")

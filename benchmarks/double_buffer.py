@@ -1,12 +1,15 @@
-"""Fetch behind compute: seconds of both for one chunk, and the effect of double buffering on a step.
+"""Overlap of fetches and compute: times of both for one chunk, and the effect of double buffering on a step.
 
-The first table is the sweet spot of the FPDT talk: keys and values of a chunk come from disk in time linear in the
-chunk, attention of one chunk to another takes time quadratic in it; where the lines cross, the fetch hides. The second
-is a training step with all stores beyond the device's smallest budget on disk, with 1, 2 and 3 buffers, and with
-everything resident ("off"). Files that were just written are read from the system's cache: it is the path through the
-file system that is measured, not the disk behind it, unless the stores are larger than the machine's memory.
+The first table shows the sweet spot of the FPDT talk. The time to fetch a chunk's keys and values from disk is linear
+in the chunk size. The time of attention between two chunks is quadratic in it. Compute hides the fetch if the chunk is
+at least as large as the size at which both times are equal.
 
-    python benchmarks/double_buffer.py --length 32768 --runs 5 --disk /some/folder
+The second table shows a training step with 1, 2 and 3 buffers, and one with everything resident ("off"). The device
+budget is the smallest that fits all three, and all other activations are on disk. The system reads recently written
+files from its page cache. So the benchmark measures the file system and not the disk, unless the stores are larger than
+the memory.
+
+    python benchmarks/double_buffer.py --length 32768 --runs 5 --offload-dir /some/folder
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
 
 
 def one_chunk(setup: Setup, chunk: int, folder: Path, repeats: int = 7) -> dict[str, float]:
-    """Measure the fetch of a chunk's keys and values, and attention from one chunk to another, forward and backward."""
+    """Measure the fetch of a chunk's keys and values, and attention between two chunks, forward and backward."""
     q = torch.randn(1, setup.heads, chunk, setup.head_dim)
     k, v = (torch.randn(1, setup.kv_heads, chunk, setup.head_dim) for _ in range(2))
     kernel, scale = resolve(q.device, q.dtype, setup.head_dim, setup.head_dim), setup.head_dim**-0.5
@@ -69,14 +72,14 @@ def one_chunk(setup: Setup, chunk: int, folder: Path, repeats: int = 7) -> dict[
 
 
 def steps(setup: Setup, length: int, runs: int, folder: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure steps with each number of buffers, all within the budget of the largest number, and resident ones."""
-    base, disk = build(setup, "fp32"), str(folder)
+    """Measure steps with each number of buffers, all with the same device budget, and resident steps."""
+    base, offload_dir = build(setup, "fp32"), str(folder)
     needed = {
-        str(n): smallest_budget(base, length, chunk_size=setup.chunk_size, prefetch=n, offload_dir=disk)
+        str(n): smallest_budget(base, length, chunk_size=setup.chunk_size, prefetch=n, offload_dir=offload_dir)
         for n in BUFFERS
     }
     budget = max(needed.values())
-    variants = {name: {"prefetch": int(name), "device_budget": budget, "offload_dir": disk} for name in needed}
+    variants = {name: {"prefetch": int(name), "device_budget": budget, "offload_dir": offload_dir} for name in needed}
     return {
         "budget": budget,
         "smallest": needed,
@@ -107,7 +110,7 @@ def tables(chunks: dict[int, dict[str, float]], found: dict[str, Any]) -> list[T
 
 
 def draw(chunks: dict[int, dict[str, float]], found: dict[str, Any], path: Path, subtitle: str) -> None:
-    """Draw the sweet spot and the steps."""
+    """Draw the times of one chunk, and the exposed share of each step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,26 +134,28 @@ def draw(chunks: dict[int, dict[str, float]], found: dict[str, Any], path: Path,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where more than 3% of a step with two buffers is exposed."""
+    """Run the benchmark; return 1 if more than 3% of a step with two buffers is exposed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=32_768, help="tokens in the sequence")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=1_024)
-    parser.add_argument("--chunk-size", type=int, default=4_096, help="of the steps; the default is that of a CPU")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--disk", type=Path, default=Path(__file__).parent, help="folder for scratch files")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "double_buffer.json")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--vocab", type=int, default=1_024, help="size of the vocabulary")
+    parser.add_argument("--chunk-size", type=int, default=4_096, help="tokens per chunk of the steps")
+    parser.add_argument("--runs", type=int, default=5, help="rounds to measure")
+    parser.add_argument("--offload-dir", type=Path, default=Path(__file__).parent,
+                        help="folder for scratch files")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "double_buffer.json",
+                        help="JSON file to write; the PNG gets the same name")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads())
     console = Console()
     tell: Callable[[str], None] = lambda text: console.print(text, style="dim")  # noqa: E731
-    chunks = {chunk: one_chunk(setup, chunk, given.disk) for chunk in CHUNKS}
-    found = steps(setup, given.length, given.runs, given.disk, tell)
+    chunks = {chunk: one_chunk(setup, chunk, given.offload_dir) for chunk in CHUNKS}
+    found = steps(setup, given.length, given.runs, given.offload_dir, tell)
     for drawn in tables(chunks, found):
         console.print(drawn)
     write_json(given.out, {"length": given.length, "layers": given.layers, "chunk_size": given.chunk_size,
                            "chunks": {str(chunk): each for chunk, each in chunks.items()}, **found})  # fmt: skip
-    subtitle = f"{given.length:,} tokens, layers: {given.layers}, E=256, H=4, K=2, D=64, fp32, CPU, disk behind it"
+    subtitle = f"{given.length:,} tokens, layers: {given.layers}, E=256, H=4, K=2, D=64, fp32, CPU with disk"
     draw(chunks, found, given.out.with_suffix(".png"), subtitle)
     console.print(f"wrote {given.out} and {given.out.with_suffix('.png')}")
     return int(exposed_share(found, "2") > EXPOSED_TARGET)

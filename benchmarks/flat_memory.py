@@ -1,9 +1,9 @@
-"""Memory of a step as the sequence grows, at fixed budgets: one layer, all stores over budget on disk.
+"""Memory of a step over growing lengths, at fixed budgets: activations over budget go to disk.
 
-Each length runs in a process of its own; what counts is the peak of the resident set during one step above what was
-resident before it, after a short step with the same settings.
+Each length runs in its own process. The process first runs a short step with the same settings. The result is the peak
+of the resident set during one step, minus the resident set before it.
 
-    python benchmarks/flat_memory.py --lengths 32768 262144 --disk /some/folder
+    python benchmarks/flat_memory.py --lengths 32768 262144 --offload-dir /some/folder
 """
 
 from __future__ import annotations
@@ -44,24 +44,28 @@ def _trial(setup: Setup, length: int, settings: dict[str, Any]) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where memory grows by more than 5%."""
+    """Run the benchmark; return 1 if memory grows by more than 5%."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 65_536, 131_072, 262_144])
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--chunk-size", type=int, default=2_048)
-    parser.add_argument("--device-budget", default="24MiB")
-    parser.add_argument("--strategy", default="auto", choices=("auto", "resident", "head_groups", "streamed"))
-    parser.add_argument("--disk", default=str(Path(__file__).parent), help="folder for the scratch file; not in memory")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "flat_memory.json")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 65_536, 131_072, 262_144],
+                        help="sequence lengths")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=1, help="number of layers")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
+    parser.add_argument("--chunk-size", type=int, default=2_048, help="tokens per chunk")
+    parser.add_argument("--device-budget", default="24MiB", help="budget of activations on the device")
+    parser.add_argument("--attn-strategy", default="auto", choices=("auto", "resident", "head_groups", "streamed"),
+                        help="attn_strategy of trunkline.stream")  # fmt: skip
+    parser.add_argument("--offload-dir", default=str(Path(__file__).parent),
+                        help="folder for the scratch file, on a disk and not in memory")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "flat_memory.json",
+                        help="JSON file to write")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, 1_024, given.chunk_size, torch.get_num_threads(), hidden_size=given.hidden, heads=2,
                   kv_heads=1, head_dim=32, intermediate_size=2 * given.hidden)  # fmt: skip
-    settings = {"chunk_size": given.chunk_size, "device_budget": given.device_budget, "offload_dir": given.disk,
-                "attn_strategy": given.strategy}  # fmt: skip
+    settings = {"chunk_size": given.chunk_size, "device_budget": given.device_budget, "offload_dir": given.offload_dir,
+                "attn_strategy": given.attn_strategy}  # fmt: skip
     console = Console()
     table = Table(
-        header_style="bold", title=f"{given.layers} layer, device_budget {given.device_budget}, the rest on disk"
+        header_style="bold", title=f"{given.layers} layer, device_budget {given.device_budget}, disk for the rest"
     )
     for column in ("tokens", "peak MiB", "ratio", "device MiB", "disk MiB", "GiB moved", "exposed", "seconds"):
         table.add_column(column, justify="right")

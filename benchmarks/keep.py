@@ -1,7 +1,8 @@
-"""Memory and time of each `keep` and `checkpoint_every`: bytes a token beside the formula, and seconds of a step.
+"""Memory and time of each `keep` and `checkpoint_every`: bytes per token and seconds of a step.
 
-The bytes are those that the engine counts itself (stores on the device, at their peak), everything resident; the
-formula is that of docs/how-it-works.md. Seconds are medians of alternating rounds, shown as ratios to the default.
+Everything is resident. The bytes are the engine's own count: the peak of the activation stores on the device. The table
+compares them with the formula in docs/how-it-works.md. Seconds are medians of alternating rounds, and are shown as
+ratios to the default.
 
     python benchmarks/keep.py --length 16384 --runs 5
 """
@@ -40,10 +41,11 @@ class Candidate:
         return f"{self.keep}, {self.every}"
 
     def bytes_per_token(self, setup: Setup, itemsize: int = 4) -> float:
-        """Return the bytes a token by the formula, the live layer included.
+        """Return the bytes per token of the formula.
 
-        Kept: inputs of every g-th layer, outputs and log-sum-exps, keys and values. Live: inputs, and what else was not
-        kept, of one group; keys/values and their fp32 gradients of one layer; the residual stream's gradient.
+        Kept activations: inputs of every g-th layer; outputs and log-sum-exps; keys and values. Live activations: all
+        others of one group of g layers; keys, values and their fp32 gradients of one layer; the gradient of the
+        residual stream.
         """
         layers, every = setup.layers, self.every
         hidden = setup.hidden_size * itemsize
@@ -57,7 +59,7 @@ class Candidate:
 
 
 def measure(setup: Setup, choices: Sequence[Candidate], length: int, runs: int, tell: Callable[[str], None]) -> dict:
-    """Measure peak bytes a token, and seconds of every round."""
+    """Measure the peak bytes per token, and the seconds of every round."""
     ids_BS = tokens(setup, length)
     base = build(setup, "fp32")
     models = {c.name: prepare(base, c.keep, setup, checkpoint_every=c.every) for c in choices}
@@ -67,18 +69,18 @@ def measure(setup: Setup, choices: Sequence[Candidate], length: int, runs: int, 
         trunkline.stats(model)
         step(model, ids_BS)
         peaks[name] = trunkline.stats(model).peaks["device"] / length
-        tell(f"{name}: {peaks[name] / 1024:.2f} KiB a token")
+        tell(f"{name}: {peaks[name] / 1024:.2f} KiB per token")
     steps = {name: (lambda model=model: step(model, ids_BS).seconds) for name, model in models.items()}
     return {"bytes_per_token": peaks, "seconds": alternate(steps, runs, tell) if runs else {}}
 
 
 def table(setup: Setup, choices: Sequence[Candidate], found: dict) -> Table:
-    """Return the table of all combinations, beside the formula and the default."""
+    """Return the table of all combinations, with ratios to the formula and to the default."""
     drawn = Table(header_style="bold")
     for column in (
         "keep",
         "checkpoint_every",
-        "KiB a token",
+        "KiB per token",
         "formula",
         "measured / formula",
         "seconds",
@@ -97,7 +99,7 @@ def table(setup: Setup, choices: Sequence[Candidate], found: dict) -> Table:
 
 
 def draw(choices: Sequence[Candidate], found: dict, path: Path, subtitle: str) -> None:
-    """Draw bytes a token over time, a line for each `keep`."""
+    """Draw time over bytes per token, one line for each `keep`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,8 +113,8 @@ def draw(choices: Sequence[Candidate], found: dict, path: Path, subtitle: str) -
         axes.plot(x, y, marker="o", label="keep={" + ", ".join(KEEPS[keep]) + "}")
         for choice, at in zip(points, zip(x, y, strict=True), strict=True):
             axes.annotate(str(choice.every), at, textcoords="offset points", xytext=(5, 5), fontsize=8)
-    axes.set(xlabel="KiB a token, all stores at their peak", ylabel="time of a step / default")
-    axes.set_title(f"What is kept, and what it costs (numbers: checkpoint_every)\n{subtitle}", fontsize=10)
+    axes.set(xlabel="KiB per token, peak of all stores", ylabel="time of a step / default")
+    axes.set_title(f"Memory and time of each keep (numbers: checkpoint_every)\n{subtitle}", fontsize=10)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -124,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16_384, help="tokens in the sequence")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=1_024)
-    parser.add_argument("--chunk-size", type=int, default=2_048)
-    parser.add_argument("--runs", type=int, default=5, help="rounds; 0 measures bytes alone")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "keep.json")
+    parser.add_argument("--layers", type=int, default=8, help="number of layers")
+    parser.add_argument("--vocab", type=int, default=1_024, help="size of the vocabulary")
+    parser.add_argument("--chunk-size", type=int, default=2_048, help="tokens per chunk")
+    parser.add_argument("--runs", type=int, default=5, help="rounds to measure; 0 measures only bytes")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "keep.json",
+                        help="JSON file to write; the PNG gets the same name")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads())
     choices = [Candidate(keep, every) for keep, every in itertools.product(KEEPS, EVERY)]

@@ -1,12 +1,14 @@
-"""Longest context within the same memory: Hugging Face checkpointing, the same with a tiled loss, Trunkline.
+"""Longest context within the same memory: Hugging Face checkpointing, checkpointing with a tiled loss, Trunkline.
 
-Every trial is a process of its own: the model is loaded and warmed up, and then one step of so many tokens may take
-`--mib` more than was resident (the kernel's limit on a process's data is set to that; the peak of the resident set is
-measured as well). The reach of each way is found by doubling and then by halving the gap; Trunkline, whose stores go to
-disk, is shown at 16 and 8 times the reach of the two others. Where both run they are then timed in alternation, in one
-process whose malloc is as it is (that of the trials gives memory back at once, which costs time).
+Every trial runs in its own process. It loads the model, warms up, and then runs one step that may take `--mib` more
+memory than before. The operating system limits the memory of the process, and the script also measures the peak of the
+resident set.
 
-    python benchmarks/max_context.py --mib 256 --disk /some/folder
+A binary search finds the longest context of each checkpointing variant. Trunkline has its activations on disk, and runs
+16 and 8 times these lengths. At the longest context of a variant, both are also timed in alternation in one process.
+This process uses malloc's defaults. In the trials, malloc returns memory at once, which costs time.
+
+    python benchmarks/max_context.py --mib 256 --offload-dir /some/folder
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _MIB = 2**20
 
 
 def _tiled_loss(model: Any, ids_BS: Tensor) -> Tensor:
-    """Compute the mean cross-entropy with logits of 128 tokens at a time, recomputed in backward."""
+    """Compute the mean cross-entropy in tiles of 128 tokens; recompute the logits in backward."""
     x_BSE = model.model(input_ids=ids_BS, use_cache=False).last_hidden_state
     targets_BS = F.pad(ids_BS[:, 1:], (0, 1), value=-100)
 
@@ -50,7 +52,7 @@ def _tiled_loss(model: Any, ids_BS: Tensor) -> Tensor:
 
 
 def _stepper(setup: Setup, way: str, settings: dict[str, Any]) -> Callable[[Tensor], float]:
-    """Return a model, and a function that runs a step and returns its seconds."""
+    """Build a model, and return a function that runs a step and returns its seconds."""
     torch.set_num_threads(setup.threads)
     model: Any = build(setup, "fp32")
     if way == OURS:
@@ -71,7 +73,7 @@ def _stepper(setup: Setup, way: str, settings: dict[str, Any]) -> Callable[[Tens
 
 
 def _trial(setup: Setup, way: str, length: int, limit: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run a step in this process; return its seconds and the peak above the resident set before."""
+    """Run a step in this process; return its seconds, and its peak above the resident set before it."""
     step = _stepper(setup, way, settings)
     idle = status("VmRSS")
     resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, resource.RLIM_INFINITY))
@@ -81,13 +83,13 @@ def _trial(setup: Setup, way: str, length: int, limit: int, settings: dict[str, 
     except (RuntimeError, MemoryError, OSError) as error:
         if "memory" not in str(error).lower():
             raise
-        return {"failed": "no memory left"}
+        return {"failed": "out of memory"}
     peak = status("VmHWM") - idle
-    return {"seconds": seconds, "peak": peak} if peak <= limit else {"failed": "past the limit", "peak": peak}
+    return {"seconds": seconds, "peak": peak} if peak <= limit else {"failed": "over the limit", "peak": peak}
 
 
 class Trials:
-    """Trials, each in its own process, none twice."""
+    """Trials, each in its own process, with their results."""
 
     def __init__(self, setup: Setup, limit: int, settings: dict[str, Any], tell: Callable[[str], None]) -> None:
         self._fixed = {"limit": limit, "settings": settings}
@@ -95,7 +97,7 @@ class Trials:
         self.found: dict[str, dict[int, dict[str, Any]]] = {CHECKPOINTING: {}, TILED: {}, OURS: {}}
 
     def run(self, way: str, length: int) -> dict[str, Any]:
-        """Run a trial, or return its known result."""
+        """Run a trial, and store its result."""
         setup = {"layers": self._setup.layers, "vocab_size": self._setup.vocab_size, "heads": self._setup.heads,
                  "kv_heads": self._setup.kv_heads, "chunk_size": "auto", "threads": self._setup.threads}  # fmt: skip
         task = {"setup": setup, "way": way, "length": length, **self._fixed}
@@ -106,7 +108,7 @@ class Trials:
         return result
 
     def reach(self, way: str, start: int) -> int:
-        """Return the longest length that runs, within 5%."""
+        """Search for the longest length that runs, with a precision of 5%."""
         good, bad = 0, start
         while "failed" not in self.run(way, bad):
             good, bad = bad, 2 * bad
@@ -122,7 +124,7 @@ class Trials:
 def _timed(
     setup: Setup, way: str, length: int, runs: int, settings: dict[str, Any], tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Measure steps of Trunkline and of another variant in alternation."""
+    """Time steps of Trunkline and of another variant in alternation."""
     ids_BS, steps = tokens(setup, length), {name: _stepper(setup, name, settings) for name in (OURS, way)}
     for step in steps.values():
         step(ids_BS)
@@ -130,31 +132,35 @@ def _timed(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where a target is missed."""
+    """Run the benchmark; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="memory above the loaded model")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--vocab", type=int, default=32_000)
-    parser.add_argument("--chunk-size", type=int, default=1_024)
-    parser.add_argument("--runs", type=int, default=5, help="rounds where both run")
-    parser.add_argument("--disk", default=str(Path(__file__).parent), help="folder for the scratch file; not in memory")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "max_context.json")
+    parser.add_argument(
+        "--mib", type=int, default=256, help="memory that a step may take, in MiB above the loaded model"
+    )
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--vocab", type=int, default=32_000, help="size of the vocabulary")
+    parser.add_argument("--chunk-size", type=int, default=1_024, help="tokens per chunk")
+    parser.add_argument("--runs", type=int, default=5, help="rounds of the timing")
+    parser.add_argument("--offload-dir", default=str(Path(__file__).parent),
+                        help="folder for the scratch file, on a disk and not in memory")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "max_context.json",
+                        help="JSON file to write")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, "auto", torch.get_num_threads(), heads=2, kv_heads=2)
-    # Three tiles of the head at 640 tokens instead of five: each adds a gradient of the whole vocabulary.
+    # At 640 tokens the loss then has three tiles instead of five. Each tile adds a gradient of the full unembedding.
     settings = {
         "chunk_size": given.chunk_size,
         "device_budget": "48MiB",
-        "offload_dir": given.disk,
+        "offload_dir": given.offload_dir,
         "logits_budget": "112MiB",
     }
     console = Console()
     tell: Callable[[str], None] = lambda text: console.print(text, style="dim")  # noqa: E731
     trials = Trials(setup, given.mib * _MIB, settings, tell)
     timed: dict[str, dict[str, list[float]]] = {}
-    table = Table(header_style="bold", title=f"within {given.mib} MiB above the loaded model")
-    for column in ("", "reach", "times", "Trunkline there", "time / theirs, a token"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = Table(header_style="bold", title=f"step within {given.mib} MiB above the loaded model")
+    for column in ("variant", "longest", "Trunkline", "its peak", "time / variant"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
     missed = False
     for way, times in ((CHECKPOINTING, 16), (TILED, 8)):
         reach = trials.reach(way, 512)

@@ -1,11 +1,11 @@
 """Accuracy of estimates on this machine: estimated and measured numbers of the same steps.
 
-First the machine is measured, as `trunkline tune` does it, for one process and for two at a time; then every setting is
-estimated with that profile, and run. Times are the least of several rounds, in alternation over all settings, since
-other programs run here, too. Memory is the peak of the resident set of a process of its own, above what the model and
-its libraries took before.
+The script first measures the machine as `trunkline tune` does, with one process and with two at a time. It then runs
+every setting, and estimates it with the measured profile. Rounds alternate over all settings. The time of a setting is
+its minimum over the rounds, because other programs may share the machine. Memory is the peak of the resident set in a
+separate process, minus its size before the step.
 
-    python benchmarks/plan_accuracy.py --disk /some/folder
+    python benchmarks/plan_accuracy.py --offload-dir /some/folder
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Setting:
     """Step to compare.
 
     Attributes:
-        name: for the table.
-        length: tokens.
-        dtype: of the model.
-        ranks: that share the sequence (Ulysses).
-        settings: of `trunkline.stream`.
+        name: name in the table.
+        length: tokens in the sequence.
+        dtype: dtype of the model.
+        ranks: number of ranks that share the sequence (Ulysses).
+        settings: settings of `trunkline.stream`.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Setting:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def settings_of(disk: str) -> list[Setting]:
+def settings_of(offload_dir: str) -> list[Setting]:
     """Return the steps to compare."""
-    squeezed = {"chunk_size": 2_048, "offload_dir": disk, "device_budget": "48MiB"}
+    squeezed = {"chunk_size": 2_048, "offload_dir": offload_dir, "device_budget": "48MiB"}
     return [
         Setting("8K, chunk 1K", 8_192, settings={"chunk_size": 1_024}),
         Setting("8K, chunk 4K", 8_192, settings={"chunk_size": 4_096}),
@@ -77,7 +77,7 @@ def settings_of(disk: str) -> list[Setting]:
     ]
 
 
-# -- in the processes that are measured ------------------------------------------------------------------------------
+# -- in the measured processes ----------------------------------------------------------------------------------------
 
 
 @cache
@@ -92,7 +92,7 @@ def serve(what: str, **task: Any) -> Any:
     """Run a task on this rank."""
     mesh = _mesh()
     if what == "tune":
-        survey = MachineSurvey(torch.device("cpu"), Path(task["disk"]), (64,))
+        survey = MachineSurvey(torch.device("cpu"), Path(task["offload_dir"]), (64,))
         for each in survey.tasks:
             survey.run(each)
         return survey.profile()
@@ -115,7 +115,7 @@ def _step(model: Any, ids_BS: torch.Tensor) -> float:
 
 
 def _memory(setup: Setup, setting: dict[str, Any]) -> dict[str, Any]:
-    """Measure the peak of the resident set in a step, above its size before."""
+    """Measure the peak of the resident set during a step, minus its size before the step."""
     torch.set_num_threads(setup.threads)
     given = Setting(**setting)
     model = trunkline.stream(build(setup, given.dtype), **given.settings)
@@ -143,23 +143,27 @@ def predicted(setup: Setup, setting: Setting, hardware: Hardware) -> dict[str, A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where a time is off by 15%, a peak by 5%, or a byte is wrong."""
+    """Run the benchmark; return 1 if a time is off by 15%, a peak by 5%, or a byte count at all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--only", nargs="*", help="settings whose names have one of these words in them")
-    parser.add_argument("--disk", default=str(Path(__file__).parent), help="folder for the scratch file; not in memory")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "plan_accuracy.json")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds to measure")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers")
+    parser.add_argument("--only", nargs="*", help="run only settings whose name contains one of these texts")
+    parser.add_argument("--offload-dir", default=str(Path(__file__).parent),
+                        help="folder for the scratch file, on a disk and not in memory")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "plan_accuracy.json",
+                        help="JSON file to write")  # fmt: skip
     given = parser.parse_args(arguments)
     console = Console()
     setup = Setup(given.layers, 4_096, 0, torch.get_num_threads())
-    settings = [s for s in settings_of(given.disk) if not given.only or any(w in s.name for w in given.only)]
+    settings = [s for s in settings_of(given.offload_dir) if not given.only or any(w in s.name for w in given.only)]
     worlds = sorted({s.ranks for s in settings})
     jobs = {world: Job(world, max(1, torch.get_num_threads() // world), serve) for world in worlds}
     profiles = {}
     for world, job in jobs.items():
-        console.print(f"measuring the machine, {world} at a time", style="dim")
-        profiles[world] = Hardware.from_figures(job.do(what="tune", disk=given.disk)[0], name=f"this machine x {world}")
+        console.print(f"measuring the machine, processes at a time: {world}", style="dim")
+        profiles[world] = Hardware.from_figures(
+            job.do(what="tune", offload_dir=given.offload_dir)[0], name=f"this machine x {world}"
+        )
     found: dict[str, dict[str, Any]] = {s.name: {"seconds": []} for s in settings}
     for number in range(given.rounds):
         shift = number % len(settings)
@@ -171,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"round {number + 1}: {setting.name} {answer['seconds']:.2f} s", style="dim")
     for job in jobs.values():
         job.close()
-    table = Table(header_style="bold", title=f"{given.layers} layers, E=256; least of {given.rounds} rounds")
+    table = Table(header_style="bold", title=f"{given.layers} layers, E=256; minimum of {given.rounds} rounds")
     for column in ("step", "seconds", "predicted", "ratio", "peak MiB", "predicted", "ratio", "stores and lanes"):
         table.add_column(column, justify="left" if column == "step" else "right")
     wrong = 0
@@ -192,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong += abs(ratio - 1) > 0.15 or not exact
         table.add_row(
             setting.name, f"{min(own['seconds']):.2f}", f"{said['seconds']:.2f}", f"{ratio:.3f}", *cells,
-            "to the byte" if exact else "[red]differ",
+            "to the byte" if exact else "[red]different",
         )  # fmt: skip
     console.print(table)
     write_json(given.out, {"settings": found, "profiles": {w: dict(p.figures) for w, p in profiles.items()}})

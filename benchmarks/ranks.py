@@ -1,8 +1,9 @@
-"""Memory of each rank, and speed of several, on gloo processes of one thread each.
+"""Memory per rank and speed of several ranks: gloo processes with one thread each.
 
-Three tables: bytes that a rank holds (stores of a step, parameters, AdamW's state) for several meshes; tokens/s of one
-and of two processes on the same tokens, in alternation; and the peak memory of a rank as the sequence grows, in chunks
-and Ulysses alone, where the whole sequence is one chunk.
+The script prints three tables. The first has the bytes of a rank on several meshes: activation stores, parameters and
+AdamW state. The second has the peak memory of a rank over growing lengths, with chunks and with plain Ulysses. Plain
+Ulysses has the full sequence in one chunk. The third has tokens/s of one and of two processes on the same tokens, in
+alternation.
 
     python benchmarks/ranks.py --length 32768 --runs 5
 """
@@ -41,7 +42,7 @@ _meshes: dict[str, DeviceMesh] = {}
 
 
 def _model(setup: dict[str, Any], parallel_dims: dict[str, int], chunk_size: int) -> nn.Module:
-    """Return a model over a mesh of this job, made once."""
+    """Return the streamed model on a mesh of this job; build it only once."""
     key = repr((setup, parallel_dims))
     if key not in _models:
         _models.clear()
@@ -88,7 +89,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[str, Any]:
-    """Measure the memory of a rank on each mesh."""
+    """Measure the bytes of a rank on each mesh."""
     found: dict[str, Any] = {}
     for name, parallel_dims in MESHES.items():
         world = 1
@@ -104,7 +105,7 @@ def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[s
         )
         job.close()
         found[name] = {part: max(each[part] for each in answers) for part in ("stores", "parameters", "optimizer")}
-    table = Table(header_style="bold", title=f"bytes of one rank, {length:,} tokens (ratio to one process)")
+    table = Table(header_style="bold", title=f"memory of one rank, {length:,} tokens (ratio to one process)")
     for column in ("mesh", "stores MiB", "parameters MiB", "AdamW MiB"):
         table.add_column(column, justify="right")
     for name, each in found.items():
@@ -115,7 +116,7 @@ def held(setup: Setup, length: int, chunk_size: int, console: Console) -> dict[s
 
 
 def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Console) -> tuple[dict[str, Any], float]:
-    """Measure a step with one process and with two, on the same tokens."""
+    """Time a step with one process and with two processes, on the same tokens."""
     task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "chunk_size": chunk_size}
     jobs = {name: (Job(1 if not MESHES[name] else 2, 1, serve), MESHES[name]) for name in ("1 process", "sp 2", "cp 2")}
     last: dict[str, list[dict[str, Any]]] = {}
@@ -131,8 +132,8 @@ def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Consol
                         lambda text: console.print(text, style="dim"))  # fmt: skip
     for job, _ in jobs.values():
         job.close()
-    table = Table(header_style="bold", title=f"{length:,} tokens, processes of one thread, medians of {runs} rounds")
-    for column in ("mesh", "tokens/s", "times", "paired", "sent MiB", "exposed"):
+    table = Table(header_style="bold", title=f"{length:,} tokens, one thread per process, medians of {runs} rounds")
+    for column in ("mesh", "tokens/s", "speedup", "range over rounds", "sent MiB", "exposed"):
         table.add_column(column, justify="right")
     times = {name: median(seconds["1 process"]) / median(samples) for name, samples in seconds.items()}
     for name, samples in seconds.items():
@@ -147,10 +148,10 @@ def speed(setup: Setup, length: int, chunk_size: int, runs: int, console: Consol
 
 
 def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Console) -> dict[int, dict[str, int]]:
-    """Measure the peak memory of a rank as the sequence grows: in chunks, and with Ulysses alone."""
+    """Measure the peak memory of a rank over growing lengths, with chunks and with plain Ulysses."""
     found: dict[int, dict[str, int]] = {}
     task: dict[str, Any] = {"setup": dataclasses.asdict(setup), "parallel_dims": {"sp": 2}}
-    os.environ.update(MALLOC)  # of the processes to come; slower, and so not for those that are timed
+    os.environ.update(MALLOC)  # slow; only for the processes of this function, which are not timed
     for length in lengths:
         found[length] = {}
         for name, size in (("chunks", chunk_size), ("whole", length)):
@@ -161,9 +162,9 @@ def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Cons
             )
             job.close()
     table = Table(
-        header_style="bold", title=f"peak MiB of a rank above the loaded model, sp 2, chunks of {chunk_size:,}"
+        header_style="bold", title=f"peak MiB of a rank, above the loaded model, sp 2, chunks of {chunk_size:,}"
     )
-    for column in ("tokens", "Trunkline", "Ulysses alone", "ratio"):
+    for column in ("tokens", "Trunkline", "plain Ulysses", "ratio"):
         table.add_column(column, justify="right")
     for name in MALLOC:
         del os.environ[name]
@@ -175,7 +176,7 @@ def growing(setup: Setup, lengths: Sequence[int], chunk_size: int, console: Cons
 
 
 def draw(found: dict[int, dict[str, int]], path: Path) -> None:
-    """Draw the growth."""
+    """Draw the peak memory of a rank over the length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +184,7 @@ def draw(found: dict[int, dict[str, int]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     lengths = list(found)
-    for name, label, colour in (("whole", "Ulysses alone", "tab:orange"), ("chunks", "Trunkline", "tab:blue")):
+    for name, label, colour in (("whole", "plain Ulysses", "tab:orange"), ("chunks", "Trunkline", "tab:blue")):
         values = [found[length][name] / _MIB for length in lengths]
         axes.plot(lengths, values, "o-", color=colour)
         axes.annotate(label, (lengths[-1], values[-1]), xytext=(6, 0), textcoords="offset points", color=colour,
@@ -191,7 +192,7 @@ def draw(found: dict[int, dict[str, int]], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xlabel("tokens of the sequence (two ranks share it)")
+    axes.set_xlabel("tokens in the sequence, shared by two ranks")
     axes.set_ylabel("peak MiB of a rank, above the loaded model")
     axes.set_xlim(right=lengths[-1] * 1.6)
     axes.minorticks_off()
@@ -202,15 +203,17 @@ def draw(found: dict[int, dict[str, int]], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 1 where two processes are less than 1.8 times as fast as one."""
+    """Run the benchmark; return 1 if two processes are less than 1.8 times as fast as one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=32_768, help="tokens of the timed steps")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 4_096, 8_192, 16_384])
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--chunk-size", type=int, default=4_096)
-    parser.add_argument("--runs", type=int, default=5, help="rounds; 0 leaves the timing out")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "ranks.json")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2_048, 4_096, 8_192, 16_384],
+                        help="sequence lengths for the peak memory")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=1, help="number of layers of the timed steps")
+    parser.add_argument("--vocab", type=int, default=512, help="size of the vocabulary")
+    parser.add_argument("--chunk-size", type=int, default=4_096, help="tokens per chunk of the timed steps")
+    parser.add_argument("--runs", type=int, default=5, help="rounds to measure; 0 skips the timing")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "ranks.json",
+                        help="JSON file to write; the PNG gets the same name")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, 1)
     deep = dataclasses.replace(setup, layers=4)

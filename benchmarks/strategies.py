@@ -1,10 +1,10 @@
-"""Attention by head groups beside attention streamed chunk by chunk, where keys and values are on disk.
+"""Attention strategies `streamed` and `head_groups`, with keys and values on disk.
 
-Both run within the same device_budget, the smaller of the two that either accepts, rounded up to what the other needs;
-everything else goes to disk. Streamed, keys and values travel once for every later chunk; by head groups everything
-travels a fixed number of times, and projections are computed twice.
+Both run with the same device_budget: the smallest budget that fits both. Everything else goes to disk. `streamed`
+fetches keys and values once for every later chunk. `head_groups` moves everything a fixed number of times, and computes
+projections twice.
 
-    python benchmarks/strategies.py --lengths 16384 65536 --chunk-size 1024 --disk /some/folder
+    python benchmarks/strategies.py --lengths 16384 65536 --chunk-size 1024 --offload-dir /some/folder
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ RESIDENT = "resident, no budget"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--vocab", type=int, default=1_024)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=4)
-    parser.add_argument("--chunk-size", type=int, default=1_024)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--disk", type=Path, default=Path(__file__).parent, help="folder for scratch files")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "strategies.json")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536], help="sequence lengths")
+    parser.add_argument("--layers", type=int, default=1, help="number of layers")
+    parser.add_argument("--vocab", type=int, default=1_024, help="size of the vocabulary")
+    parser.add_argument("--heads", type=int, default=4, help="number of query heads")
+    parser.add_argument("--kv-heads", type=int, default=4, help="number of key/value heads")
+    parser.add_argument("--chunk-size", type=int, default=1_024, help="tokens per chunk")
+    parser.add_argument("--runs", type=int, default=3, help="rounds to measure")
+    parser.add_argument("--offload-dir", type=Path, default=Path(__file__).parent,
+                        help="folder for scratch files")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "strategies.json",
+                        help="JSON file to write")  # fmt: skip
     given = parser.parse_args(arguments)
     setup = Setup(given.layers, given.vocab, given.chunk_size, torch.get_num_threads(), heads=given.heads,
                   kv_heads=given.kv_heads)  # fmt: skip
@@ -47,10 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table.add_column(column, justify="left" if column == "strategy" else "right")
     everything: dict[str, Any] = {}
     for length in given.lengths:
-        base, disk = build(setup, "fp32"), str(given.disk)
-        common = {"chunk_size": given.chunk_size, "offload_dir": disk}
+        base, offload_dir = build(setup, "fp32"), str(given.offload_dir)
+        common = {"chunk_size": given.chunk_size, "offload_dir": offload_dir}
         budget = max(smallest_budget(base, length, attn_strategy=strategy, **common) for strategy in STRATEGIES)
-        variants = {name: {"attn_strategy": name, "device_budget": budget, "offload_dir": disk} for name in STRATEGIES}
+        variants = {
+            name: {"attn_strategy": name, "device_budget": budget, "offload_dir": offload_dir} for name in STRATEGIES
+        }
         found = measure_steps(setup, base, length, given.runs, {RESIDENT: {}, **variants},
                               lambda text: console.print(text, style="dim"))  # fmt: skip
         everything[str(length)] = {"budget": budget, **found}

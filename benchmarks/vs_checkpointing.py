@@ -1,7 +1,7 @@
-"""Trunkline beside Hugging Face with and without gradient checkpointing: time, memory, and where the time goes.
+"""Trunkline against Hugging Face, with and without gradient checkpointing: time, memory, and shares of the time.
 
-One model, the same weights and tokens, in one process and in alternation. Absolute seconds mean little on a shared
-machine: what counts is the ratio to checkpointing within each round. See README.md beside this file.
+All variants have the same weights and tokens, and alternate in one process. Absolute seconds mean little on a shared
+machine. The result is the ratio to checkpointing within each round. README.md in this folder describes the method.
 
     python benchmarks/vs_checkpointing.py --lengths 8192 16384 --dtypes fp32 --runs 5
 """
@@ -29,13 +29,13 @@ class Bench:
     """Measurement of cells; a cell is one length and dtype with all variants.
 
     Args:
-        setup: what is held fixed.
-        variants: those to run.
-        bare: Trunkline variants whose kernel calls are also run bare.
-        runs: rounds wanted in each cell.
-        measures: out of `memory`, `parts`, `time`.
-        results: where samples go.
-        display: where they are shown.
+        setup: setup that all cells share.
+        variants: variants to run.
+        bare: Trunkline variants whose kernel calls also run alone.
+        runs: number of rounds per cell.
+        measures: any of `memory`, `parts` and `time`.
+        results: file of the samples.
+        display: display of the results.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Bench:
         self._models: dict[str, torch.nn.Module] = {}
 
     def run(self, length: int, dtype: str) -> None:
-        """Measure the missing parts of a cell, the cheapest first."""
+        """Measure the missing parts of a cell, cheapest first."""
         cell = self.results.cell(length, dtype)
         if "memory" in self.measures:
             self._memory(cell)
-        # A process that was killed for memory would take this one along.
+        # A variant that ran out of memory in its own process would also kill this process.
         alive = [variant for variant in self.variants if "failed" not in cell.memory.get(variant, {})]
         bare = [variant for variant in self.bare if variant in alive] if "time" in self.measures else []
         names = [*alive, *(f"bare:{variant}" for variant in bare)]
@@ -81,7 +81,7 @@ class Bench:
             self.display.measured(cell, f"memory of {variant}: {said}")
 
     def _parts(self, cell: Cell, variants: Sequence[str], bare: Sequence[str]) -> dict[str, list[Call]]:
-        """Record a step of each variant without one, and of the variants whose calls are wanted."""
+        """Record a step of each variant that has no recorded step, or whose calls are to run alone."""
         wanted = [v for v in variants if "parts" in self.measures and v not in cell.parts]
         calls: dict[str, list[Call]] = {}
         for variant in variants:
@@ -130,7 +130,7 @@ class Bench:
             self.results.save()
 
     def _model(self, dtype: str, variant: str) -> torch.nn.Module:
-        """Return the warmed-up model of a variant; only models of one dtype are held at a time."""
+        """Return the warmed-up model of a variant; only models of one dtype are in memory at a time."""
         if self._dtype != dtype:
             self._dtype, self._models = dtype, {}
         if variant not in self._models:
@@ -140,7 +140,7 @@ class Bench:
 
 
 def cost(length: int, dtype: str) -> float:
-    """Return the rough cost of a cell, so that cheap ones run first."""
+    """Estimate the relative cost of a cell, to run cheap cells first."""
     slow = dtype == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return float(length) ** 2 * (5 if slow else 1)
 
@@ -154,18 +154,20 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--lengths", type=int, nargs="+", default=[8_192, 16_384, 32_768, 65_536], help="tokens in the sequence")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="keep of Trunkline, or Hugging Face's")
-    add("--bare", nargs="*", choices=KEEPS, default=["attention"], help="whose kernel calls to run bare, if it runs")
-    add("--measure", nargs="+", choices=("memory", "parts", "time"), default=["memory", "parts", "time"])
-    add("--runs", type=int, default=5, help="rounds in each cell (default 5)")
-    add("--layers", type=int, default=4)
-    add("--vocab", type=int, default=8_192)
-    add("--chunk-size", type=_chunk_size, default="auto", help="tokens in a chunk of Trunkline, or auto")
-    add("--threads", type=int, default=torch.get_num_threads())
-    add("--out", type=Path, default=Path(__file__).parent / "out" / "vs_checkpointing.json", help="JSON; PNG beside it")
-    add("--merge", action="store_true", help="add to what --out holds, measuring only what it lacks")
+    add("--lengths", type=int, nargs="+", default=[8_192, 16_384, 32_768, 65_536], help="sequence lengths in tokens")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="dtypes of the model")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants to run")
+    add("--bare", nargs="*", choices=KEEPS, default=["attention"], help="variants whose kernel calls also run alone")
+    add("--measure", nargs="+", choices=("memory", "parts", "time"), default=["memory", "parts", "time"],
+        help="measurements to make; parts are the shares of attention and matrix products")  # fmt: skip
+    add("--runs", type=int, default=5, help="rounds per cell (default 5)")
+    add("--layers", type=int, default=4, help="number of layers")
+    add("--vocab", type=int, default=8_192, help="size of the vocabulary")
+    add("--chunk-size", type=_chunk_size, default="auto", help="tokens per chunk, or auto")
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
+    add("--out", type=Path, default=Path(__file__).parent / "out" / "vs_checkpointing.json",
+        help="JSON file to write; the PNG gets the same name")  # fmt: skip
+    add("--merge", action="store_true", help="add missing measurements to the file of --out")
     given = parser.parse_args(arguments)
     for name in ("runs", "layers", "vocab", "threads"):
         if getattr(given, name) < 1:
@@ -176,7 +178,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 2 for contradicting settings."""
+    """Run the benchmark; return 2 if --merge gets a file of another setup."""
     given = _arguments(arguments)
     torch.set_num_threads(given.threads)
     setup = Setup(given.layers, given.vocab, given.chunk_size, given.threads)
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if memory:
                     draw_memory(memory, given.out.with_name(f"{given.out.stem}-memory-{dtype}.png"), subtitle)
     except KeyboardInterrupt:
-        print(f"interrupted; what was measured is in {given.out}: go on with --merge", file=sys.stderr)
+        print(f"interrupted; {given.out} has all measurements so far; continue with --merge", file=sys.stderr)
         return 130
     print(f"wrote {given.out} and {given.out.with_suffix('.png')}")
     return 0

@@ -17,7 +17,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def test_memory_does_not_grow_at_fixed_budgets(tmp_path: Path) -> None:
     """16K to 64K tokens, everything beyond its budget on disk: the peak of the resident set, within 5%."""
-    arguments = ["--lengths", "16384", "65536", "--hidden", "64", "--disk", tmp_path, "--out", tmp_path / "flat.json"]
+    size = ["--lengths", "16384", "65536", "--hidden", "64"]
+    arguments = [*size, "--offload-dir", tmp_path, "--out", tmp_path / "flat.json"]
     command = [sys.executable, str(BENCHMARKS / "flat_memory.py"), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
