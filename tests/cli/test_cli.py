@@ -122,7 +122,7 @@ def run_in_process(capsys, *arguments: object) -> tuple[int, str, str]:
     ("arguments", "message"),
     [
         (["--contxt", "5"], "'contxt' is not a setting. Did you mean 'context'?"),
-        (["--chunk_size", "0"], "chunk_size=0: give a positive whole number of tokens, or 'auto'"),
+        (["--chunk_size", "0"], "chunk_size: '0' is not a number of tokens: write 4096, 4K or 1M"),
         (["--context", "9999"], "context: 9,999 tokens is longer than every document"),
         (["--data.files", "nowhere.txt"], "data.files: 'nowhere.txt' does not exist"),
         (["--data.files", "EMPTY"], "the corpus is empty"),

@@ -81,6 +81,7 @@ def _outputs_of_layer(state: StepState, layer: int, group: range) -> ChunkedSequ
         attend, load_output = core.kept_output, core.load_kept_output
     core.keep_for_backward()
     inputs, outputs = state.read_inputs(layer), state.sequence(state.layout.input(layer + 1))
-    state.run_layer(layer, inputs, outputs, attend, load_output, backward_of=group[-1])
+    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, attend, load_output, backward_of=group[-1]))
+    inputs.release()
     core.end_forward()
     return outputs

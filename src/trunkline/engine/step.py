@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -168,7 +168,7 @@ class StepState:
 
         return attend
 
-    def run_layer(
+    def chunk_runs(
         self,
         layer: int,
         inputs: Reader,
@@ -177,12 +177,14 @@ class StepState:
         load_output: Callable[[Chunk], Tensor | None] | None = None,
         *,
         backward_of: int | None = None,
-    ) -> None:
-        """Run a layer over all chunks, ascending, without gradients.
+    ) -> Iterator[Callable[[], None]]:
+        """Yield a function for each chunk, ascending, that runs a layer on it without gradients.
+
+        `Ranks.interleave` calls them: over ranks, a chunk that waits in an exchange lets the next one compute.
 
         Args:
             layer: index of the layer.
-            inputs: reads the layer's inputs; released at the end.
+            inputs: reads the layer's inputs.
             outputs: receives the layer's outputs.
             core_call: see `attention`.
             load_output: see `attention`.
@@ -199,9 +201,7 @@ class StepState:
             attention = self.attention(layer, chunk, core_call, load_output)
             outputs.stash(chunk.index, self.decoder.layer(layer, x_BCE, self.batch, chunk, attention))
 
-        # Over ranks, a chunk that waits in an exchange lets the next one compute, in the same order on all ranks.
-        self.ranks.interleave(partial(run_chunk, chunk) for chunk in self.chunks)
-        inputs.release()
+        return (partial(run_chunk, chunk) for chunk in self.chunks)
 
     def project_qkv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
         """Run a layer on one chunk up to its attention call, and return the arguments of that call."""

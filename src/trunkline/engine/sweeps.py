@@ -36,7 +36,9 @@ def forward_sweep(state: StepState, layer: int, *, keep_for_backward: bool) -> N
     # Inputs that backward recomputes (checkpoint_every), or never reads, are freed as the sweep passes them.
     inputs = state.read_inputs(layer, take=not (keep_for_backward and layout.position(layer) == 0))
     outputs = state.sequence(layout.input(layer + 1))
-    state.run_layer(layer, inputs, outputs, attend, load_output)
+    # Over ranks, a chunk that waits in an exchange lets the next one compute: always in the same order on all ranks.
+    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, attend, load_output))
+    inputs.release()
     core.end_forward()
     state.cores.append(core if keep_for_backward else None)
     state.inputs.append(outputs)

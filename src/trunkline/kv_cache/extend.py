@@ -167,7 +167,9 @@ def _by_layer(state: StepState, extension: CacheForward, keep: int) -> Tensor:
     for layer in range(num_layers):
         outputs = state.sequence(state.layout.input(layer + 1))
         with state.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
-            state.run_layer(layer, state.read_inputs(layer, take=True), outputs, extension.core(layer).forward)
+            inputs = state.read_inputs(layer, take=True)
+            state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, extension.core(layer).forward))
+            inputs.release()
         state.inputs.append(outputs)
     kept = [chunk.index for chunk in state.chunks if _is_kept(state, chunk, keep)]
     states = [state.ranks.gather_tokens(x_BCE) for x_BCE in state.inputs[-1].read(kept)]
