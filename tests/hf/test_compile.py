@@ -30,23 +30,23 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
 
 @pytest.mark.parametrize("family", others_in_soak(["llama", "gpt-neox"], ["llama"]))
 def test_layers_are_compiled_once_whatever_the_lengths(family: str, counter: CompileCounter) -> None:
-    model = build(family, torch.float32, num_hidden_layers=4)
-    expected = {seq_len: plain(model, tokens(2, seq_len), tokens(2, seq_len)) for seq_len in (37, 45, 51)}
+    model = build(family, torch.float32, num_hidden_layers=3)
+    expected = {seq_len: plain(model, tokens(2, seq_len), tokens(2, seq_len)) for seq_len in (21, 29, 27)}
     trunkline.stream(model, chunk_size=8, compile=True)
     graphs = []
-    for seq_len in (37, 37, 45, 51):  # with tails of 5, 5, 5, 3
+    for seq_len in (21, 21, 29, 27):  # with tails of 5, 5, 5, 3
         check(streamed(model, tokens(2, seq_len), tokens(2, seq_len)), expected[seq_len], torch.float32)
         graphs.append(counter.frame_count)
     assert 0 < graphs[0] <= 16  # forward and backward, whole chunks and tails; not a layer each
     assert len(set(graphs)) == 1
     trunkline.unstream(model)
     assert all(module._compiled_call_impl is None for module in model.modules())
-    check(plain(model, tokens(2, 37), tokens(2, 37)), expected[37], torch.float32)
+    check(plain(model, tokens(2, 21), tokens(2, 21)), expected[21], torch.float32)
 
 
 def test_layers_compiled_by_the_user(counter: CompileCounter) -> None:
-    model = build("llama", torch.float32)
-    ids = tokens(2, 37)
+    model = build("llama", torch.float32, num_hidden_layers=2)
+    ids = tokens(2, 21)
     expected = plain(model, ids, ids)
     trunkline.stream(model, chunk_size=8)
     for layer in model.model.layers:
@@ -93,6 +93,17 @@ def test_a_streamed_model_that_is_compiled_afterwards_is_refused(how: str) -> No
 
 
 def test_the_recompile_limit_is_raised_while_streaming(counter: CompileCounter) -> None:
+    """Two batch sizes and two lengths of chunks: more graphs than a limit of one."""
+    one_layer = build("llama", torch.float32, num_hidden_layers=1).eval()
+    model = trunkline.stream(one_layer, chunk_size=8, compile=True)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for batch in (1, 2):
+            model(input_ids=tokens(batch, 11), labels=tokens(batch, 11))
+    assert counter.frame_count > 1
+
+
+@pytest.mark.soak
+def test_the_default_recompile_limit_is_enough(counter: CompileCounter) -> None:
     """Training, evaluation, other batches, autocast: more graphs of shared code than torch.compile's limit of 8."""
     one_layer = build("llama", torch.float32, num_hidden_layers=1)
     model = trunkline.stream(one_layer, chunk_size=8, compile=True)
