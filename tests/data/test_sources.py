@@ -27,10 +27,11 @@ def test_entries_keep_their_order_and_repeats_count_once(tmp_path):
     assert find_files([str(third), str(second), str(tmp_path / "*.txt"), str(tmp_path)]) == [third, second, first]
 
 
-def test_globs_are_recursive_and_relative_to_the_base(tmp_path):
+def test_globs_are_recursive_and_relative_to_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     deep = write(tmp_path / "x/y/deep.log", "text")
-    assert find_files(["**/*.log"], base=tmp_path) == [deep]
-    assert find_files(["x/y/deep.log"], base=tmp_path) == [deep]
+    assert find_files(["**/*.log"]) == [deep]
+    assert find_files(["x/y/deep.log"]) == [deep]
 
 
 def test_stdlib_is_the_running_pythons_source_without_its_tests():
@@ -89,21 +90,22 @@ def test_bad_jsonl_names_the_line(tmp_path, content, message):
         list(read_documents([write(tmp_path / "a.jsonl", content)]))
 
 
-def test_a_missing_file_is_refused_with_the_fix(tmp_path):
+def test_a_missing_file_is_refused_with_the_fix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "pictures/a.png", b"\x89")
     with pytest.raises(ValueError, match=r"data\.files is empty"):
         find_files([])
     with pytest.raises(ValueError, match=r"data\.files: '.*nowhere' does not exist\. Name a text file"):
-        find_files(["nowhere"], base=tmp_path)
+        find_files(["nowhere"])
     with pytest.raises(ValueError, match=r"data\.files: no file matches the pattern '.*\*\.txt'"):
-        find_files(["*.txt"], base=tmp_path)
+        find_files(["*.txt"])
     with pytest.raises(ValueError, match=r"data\.files: the folder '.*pictures' has no text files.*glob pattern"):
-        find_files(["pictures"], base=tmp_path)
+        find_files(["pictures"])
 
 
 def test_messages_name_the_setting_that_files_came_from(tmp_path):
     with pytest.raises(ValueError, match=r"^evaluate\.files: '.*nowhere' does not exist"):
-        find_files(["nowhere"], base=tmp_path, setting="evaluate.files")
+        find_files(["nowhere"], setting="evaluate.files")
     with pytest.raises(ValueError, match=r"^--perplexity: .*is not UTF-8.*leave it out of --perplexity\."):
         list(read_documents([write(tmp_path / "a.txt", b"\xff")], setting="--perplexity"))
     with pytest.raises(ValueError, match=r"^--perplexity: line 1 of .*is not JSON"):

@@ -50,7 +50,7 @@ def test_a_users_texts_are_the_haystack(tmp_path):
     (tmp_path / "a.txt").write_text("The first file has one sentence. And two.\n", encoding="utf-8")
     (tmp_path / "b.txt").write_text("The second file, that is “the last”.\n", encoding="utf-8")
     tokenizer = make_byte_tokenizer()
-    haystack = TextHaystack.read(["*.txt"], base=tmp_path)
+    haystack = TextHaystack.read([str(tmp_path / "*.txt")])
     sample = SampleMaker(PieceTokenizer(tokenizer), haystack, (0.5,), 0).make(TASKS["needle"], 3000, 0)
     text = tokenizer.decode(sample.ids)
     # In their order, and from the beginning again.

@@ -6,7 +6,7 @@ dropped; the report counts them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,6 @@ def cut_documents(
     encoder: Encoder,
     *,
     context: int,
-    on_document: Callable[[int, int], None] | None = None,
 ) -> Samples:
     """Encode documents and cut each into samples.
 
@@ -87,7 +86,6 @@ def cut_documents(
         documents: documents, in order.
         encoder: encoder of the tokenizer.
         context: tokens of a sample (global length).
-        on_document: called after each document with the number of documents and tokens so far.
 
     Returns:
         The samples, in document order.
@@ -111,8 +109,6 @@ def cut_documents(
             # Copied: a view would keep the rest of the document in memory.
             kept = ids[: count * context].copy()
             pieces.extend(kept[i * context : (i + 1) * context] for i in range(count))
-        if on_document is not None:
-            on_document(num_documents, num_tokens)
     report = CutReport(context, num_documents, num_short, num_tokens, len(pieces), longest, longest_name)
     if num_documents == 0:
         raise ValueError("data.files: the corpus is empty: no file holds text. Name files with text in data.files.")
@@ -140,14 +136,11 @@ class SampleOrder:
     num_samples: int
     seed: int
 
-    def epoch(self, epoch: int) -> list[int]:
-        """Return the samples of one epoch (counted from 0) in order: a permutation of all samples."""
-        return [int(i) for i in np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)]
-
     def take(self, start: int, count: int) -> list[int]:
         """Return the samples at places `start` … `start + count - 1`, counted through all epochs."""
         chosen: list[int] = []
         while len(chosen) < count:
             epoch, place = divmod(start + len(chosen), self.num_samples)
-            chosen.extend(self.epoch(epoch)[place : place + count - len(chosen)])
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            chosen += order[place : place + count - len(chosen)].tolist()
         return chosen

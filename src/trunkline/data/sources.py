@@ -6,12 +6,14 @@ so two machines with the same files train on the same sequence of samples.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 STDLIB = "stdlib"
 DATA = "data.files"
@@ -33,13 +35,12 @@ class Document:
     text: str
 
 
-def find_files(specs: Sequence[str], *, base: Path | None = None, setting: str = DATA) -> list[Path]:
+def find_files(specs: Sequence[str], *, setting: str = DATA) -> list[Path]:
     """Resolve `data.files` to files.
 
     Args:
         specs: entries: a file (read whatever its suffix), a folder (searched recursively for text suffixes, without
             hidden names), a glob pattern (`**` is recursive), or the word `stdlib`.
-        base: folder that relative entries start from; the current one by default.
         setting: name of the setting, for messages.
 
     Returns:
@@ -52,7 +53,7 @@ def find_files(specs: Sequence[str], *, base: Path | None = None, setting: str =
         raise ValueError(f"{setting} is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
     found: dict[Path, None] = {}
     for spec in specs:
-        for path in _resolve(spec, base or Path(), setting):
+        for path in _resolve(spec, setting):
             found.setdefault(path.resolve())
     return list(found)
 
@@ -73,17 +74,19 @@ def read_documents(files: Sequence[Path], *, text_field: str = "text", setting: 
     """
     for path in files:
         if path.suffix == ".jsonl":
-            yield from _read_jsonl(path, text_field, setting)
+            with _opened(path, setting) as file:
+                yield from _read_jsonl(file, path, text_field, setting)
         else:
-            text = _decode(_read_bytes(path, setting), path, 0, setting)
+            with _opened(path, setting) as file:
+                text = _decode(file.read(), path, 0, setting)
             if text:
                 yield Document(str(path), text)
 
 
-def _resolve(spec: str, base: Path, setting: str) -> list[Path]:
+def _resolve(spec: str, setting: str) -> list[Path]:
     if spec == STDLIB:
         return _stdlib_files(setting)
-    path = base / Path(spec).expanduser()
+    path = Path(spec).expanduser()
     if path.is_dir():
         files = _walk(path)
         if not files:
@@ -102,7 +105,7 @@ def _resolve(spec: str, base: Path, setting: str) -> list[Path]:
         return files
     raise ValueError(
         f"{setting}: '{path}' does not exist. Name a text file, a folder, a glob pattern, or 'stdlib'"
-        f" (relative names start from '{base.resolve()}')."
+        f" (relative names start from '{Path.cwd()}')."
     )
 
 
@@ -131,9 +134,11 @@ def _stdlib_files(setting: str) -> list[Path]:
     return files
 
 
-def _read_bytes(path: Path, setting: str) -> bytes:
+@contextlib.contextmanager
+def _opened(path: Path, setting: str) -> Iterator[BinaryIO]:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise ValueError(
             f"{setting}: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
@@ -150,9 +155,9 @@ def _decode(raw: bytes, path: Path, offset: int, setting: str) -> str:
         ) from error
 
 
-def _read_jsonl(path: Path, text_field: str, setting: str) -> Iterator[Document]:
+def _read_jsonl(lines: Iterable[bytes], path: Path, text_field: str, setting: str) -> Iterator[Document]:
     offset = 0
-    for number, raw in enumerate(_lines(path, setting), start=1):
+    for number, raw in enumerate(lines, start=1):
         line = _decode(raw, path, offset, setting)
         offset += len(raw)
         if not line.strip():
@@ -178,13 +183,3 @@ def _read_jsonl(path: Path, text_field: str, setting: str) -> Iterator[Document]
             )
         if text:
             yield Document(f"{path}:{number}", text)
-
-
-def _lines(path: Path, setting: str) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError as error:
-        raise ValueError(
-            f"{setting}: '{path}' cannot be read ({error.strerror}). Check its permissions, or leave it out."
-        ) from error

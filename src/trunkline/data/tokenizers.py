@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trunkline.utils.error_text import first_line
+
 Tokens = npt.NDArray[np.integer[Any]]
 
 BYTES = "bytes"
@@ -34,8 +36,9 @@ def make_byte_tokenizer() -> Any:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocabulary = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     # The regular expression bounds the length of one call of the BPE model. Without merges it does not change the ids.
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -47,19 +50,6 @@ def make_byte_tokenizer() -> Any:
         pad_token=BYTE_PAD,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_symbols() -> list[str]:
-    """Return the 256 printable symbols that byte-level tokenizers write bytes with, by byte value (GPT-2's table)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    symbols, shifted = [], 0x100
-    for byte in range(256):
-        if byte in printable:
-            symbols.append(chr(byte))
-        else:
-            symbols.append(chr(shifted))
-            shifted += 1
-    return symbols
 
 
 @dataclass(frozen=True)
@@ -99,17 +89,17 @@ class Encoder:
         if self.is_bytes:
             body = [np.frombuffer(text.encode("utf-8"), dtype=np.uint8)]
         else:
-            body = [
-                np.asarray(self._encode_piece(piece), dtype=self.dtype) for piece in split_text(text, self.piece_chars)
-            ]
+            pieces = split_text(text, self.piece_chars)
+            body = [np.asarray(plain_ids(self.tokenizer, piece), self.dtype) for piece in pieces]
         parts = [np.asarray(self.prefix, self.dtype), *body, np.asarray(self.suffix, self.dtype)]
         return np.concatenate(parts, dtype=self.dtype, casting="safe")
 
-    def _encode_piece(self, piece: str) -> list[int]:
-        ids: list[int] = self.tokenizer(
-            piece, add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        return ids
+
+def plain_ids(tokenizer: Any, text: str | list[str]) -> Any:
+    """Return the ids of a text, or of each text of a list: without special tokens, whatever the tokenizer's limit."""
+    return tokenizer(
+        text, add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False, verbose=False
+    )["input_ids"]
 
 
 # A cut between a letter or digit and the newline after it. Byte-level tokenizers (GPT-2's, Llama 3's, Qwen's) split
@@ -143,12 +133,11 @@ def split_text(text: str, piece_chars: int) -> Iterator[str]:
         yield text[start:]
 
 
-def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
+def load_encoder(spec: str) -> Encoder:
     """Load the tokenizer of `data.tokenizer`.
 
     Args:
         spec: `bytes`, or a folder with a Hugging Face tokenizer.
-        base: folder that a relative path starts from; the current one by default.
 
     Raises:
         ValueError: the folder does not exist, or holds no tokenizer.
@@ -158,7 +147,7 @@ def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
         return Encoder(tokenizer, True, (), (tokenizer.eos_token_id,), len(tokenizer))
     from transformers import AutoTokenizer
 
-    folder = (base or Path()) / Path(spec).expanduser()
+    folder = Path(spec).expanduser()
     if not folder.is_dir():
         raise ValueError(
             f"data.tokenizer: the folder '{folder}' does not exist. Set it to 'bytes', or to a local folder with a "
@@ -169,7 +158,7 @@ def load_encoder(spec: str, *, base: Path | None = None) -> Encoder:
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"data.tokenizer: the folder '{folder}' holds no tokenizer that transformers can load "
-            f"({_first_line(error)}). Save one there with tokenizer.save_pretrained, or set data.tokenizer to 'bytes'."
+            f"({first_line(error)}). Save one there with tokenizer.save_pretrained, or set data.tokenizer to 'bytes'."
         ) from error
     return encoder_of(tokenizer)
 
@@ -188,8 +177,3 @@ def bos_of(tokenizer: Any) -> tuple[int, ...]:
     added = tokenizer("", add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
     return (bos,) if bos is not None and added[:1] == [bos] else ()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 
 from trunkline.data.sources import find_files, read_documents
 from trunkline.evaluate.piece_tokenizer import PieceTokenizer
@@ -49,18 +48,17 @@ class TextHaystack:
             raise ValueError("haystack: the texts are empty. Give files that hold text, or leave haystack out.")
 
     @classmethod
-    def read(cls, files: Sequence[str], *, base: Path | None = None, setting: str = "haystack") -> TextHaystack:
+    def read(cls, files: Sequence[str], *, setting: str = "haystack") -> TextHaystack:
         """Read a haystack from files.
 
         Args:
             files: files, folders, glob patterns or `stdlib`, as in `data.files` of a recipe.
-            base: folder of relative names; the current one by default.
             setting: name of the setting in messages.
 
         Raises:
             ValueError: a file does not exist, or there is no text.
         """
-        documents = read_documents(find_files(files, base=base, setting=setting), setting=setting)
+        documents = read_documents(find_files(files, setting=setting), setting=setting)
         return cls([document.text for document in documents])
 
     def __call__(self, draws: SplitMix64) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trunkline.data.tokenizers import bos_of
+from trunkline.data.tokenizers import bos_of, plain_ids
 
 # A piece with a leading space follows the end of a sentence; any other follows a letter or the end of a line.
 _BEFORE_SPACE, _BEFORE_TEXT, _BEFORE_LINE = ".", "a", "\n"
@@ -32,18 +32,8 @@ class PieceTokenizer:
         self.tokenizer = tokenizer
         self.bos = bos_of(tokenizer)
         self._encoded: dict[str, list[int]] = {}
-        self._anchors = {text: self._plain([text])[0] for text in (_BEFORE_SPACE, _BEFORE_TEXT, _BEFORE_LINE)}
-
-    def _plain(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self.tokenizer(
-            list(texts),
-            add_special_tokens=False,
-            truncation=False,
-            padding=False,
-            return_attention_mask=False,
-            verbose=False,
-        )["input_ids"]
-        return ids
+        anchors = [_BEFORE_SPACE, _BEFORE_TEXT, _BEFORE_LINE]
+        self._anchors: dict[str, list[int]] = dict(zip(anchors, plain_ids(tokenizer, anchors), strict=True))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one piece; results are memoized.
@@ -71,12 +61,15 @@ class PieceTokenizer:
             texts: pieces.
             lines: pieces without a leading space begin a line; otherwise they continue one.
         """
+        if not texts:
+            return []
         anchors = [_BEFORE_SPACE if text[:1].isspace() else _BEFORE_LINE if lines else _BEFORE_TEXT for text in texts]
-        encoded = self._plain([anchor + text for anchor, text in zip(anchors, texts, strict=True)]) if texts else []
+        encoded = plain_ids(self.tokenizer, [anchor + text for anchor, text in zip(anchors, texts, strict=True)])
         before = [self._anchors[anchor] for anchor in anchors]
         # Where the tokenizer merges the anchor with the piece, tokenize the piece alone.
         merged = [i for i, ids in enumerate(encoded) if ids[: len(before[i])] != before[i]]
-        alone = dict(zip(merged, self._plain([texts[i] for i in merged]) if merged else [], strict=True))
+        ids_alone = plain_ids(self.tokenizer, [texts[i] for i in merged]) if merged else []
+        alone = dict(zip(merged, ids_alone, strict=True))
         return [alone[i] if i in alone else ids[len(before[i]) :] for i, ids in enumerate(encoded)]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from trunkline.data.tokenizers import Encoder, load_encoder
 from trunkline.utils.devices import parse_device
+from trunkline.utils.error_text import first_line
 
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -41,6 +42,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"'{path}' holds no causal language model that transformers can load ({first}).") from error
+        raise ValueError(
+            f"'{path}' holds no causal language model that transformers can load ({first_line(error)})."
+        ) from error
     return model.to(place).eval(), encoder
