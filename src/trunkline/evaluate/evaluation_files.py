@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,7 +12,7 @@ from trunkline.evaluate.evaluation import Evaluation, ScoreCell, with_perplexity
 from trunkline.evaluate.outcomes import WAYS, Way
 from trunkline.evaluate.score_plots import can_draw, write_heatmap, write_perplexity
 from trunkline.evaluate.score_tables import table_text
-from trunkline.utils.atomic_dir import replace_dir
+from trunkline.utils.atomic_dir import atomic_dir
 
 _TABLE, _JSON, _CSV = "table.txt", "results.json", "results.csv"
 _PERPLEXITY_CSV, _PERPLEXITY_PNG = "perplexity.csv", "perplexity.png"
@@ -80,13 +78,8 @@ def write_folder(evaluation: Evaluation, folder: Path, *, overwrite: bool = Fals
     """
     folder = folder.expanduser().absolute()
     check_folder(folder, overwrite=overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
+    with atomic_dir(folder) as partial:
         written = write_evaluation(evaluation, partial)
-        replace_dir(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return WrittenEvaluation(folder, written.files, written.notes)
 
 

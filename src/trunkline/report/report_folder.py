@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from trunkline.report.run_folder import read_run
 from trunkline.report.trace import make_trace
-from trunkline.utils.atomic_dir import replace_dir
+from trunkline.utils.atomic_dir import atomic_dir
 
 PAGE, TRACE, FOLDER = "index.html", "trace.json", "report"
 PICTURES = ("steps.png", "memory.png", "memory-own-scale.png", "holders.png", "lanes.png")
@@ -52,19 +50,13 @@ def write_report(run: Path, output: Path | None = None) -> WrittenReport:
     folder = (output if output is not None else run / FOLDER).expanduser().resolve()
     _check(folder)
     charts = charts_of(found)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with atomic_dir(folder) as partial:
         (partial / PAGE).write_text(make_page(found, charts), encoding="utf-8")
         if found.timeline is not None:
             (partial / TRACE).write_text(make_trace(found.timeline, found.before), encoding="utf-8")
         for chart in charts.values():
             chart.save_png(partial)
         files = sorted(path.name for path in partial.iterdir())
-        replace_dir(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return WrittenReport(folder, files)
 
 
