@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from trunkline.api import streamed_forward
 from trunkline.generation.prefill import prefill
-from trunkline.hf.probe import most_tokens
+from trunkline.hf import probe
 from trunkline.kv_cache.cache import StreamedCache
 
 
@@ -102,7 +102,9 @@ class StreamedContinuer:
         rows: list[list[int]] = [[] for _ in ids_BS]
         ended = torch.zeros(len(rows), dtype=torch.bool)
         new_BS = ids_BS.to(self._forward.decoder.device)
-        most = most_tokens(self._forward.decoder)  # of a table of positions; the last new token is not read itself
+        most = probe.most_tokens(
+            self._forward.decoder
+        )  # of a table of positions; the last new token is not read itself
         room = max_new_tokens if most is None else max(1, most - cache.length - ids_BS.shape[1] + 1)
         for _ in range(min(max_new_tokens, room)):
             prefill(self._model, new_BS, cache=cache)
@@ -120,12 +122,6 @@ class StreamedContinuer:
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode without gradients; restore every module's mode and the random state on exit."""
-    modes = [(module, module.training) for module in model.modules()]
     device = streamed_forward(model, "evaluate").decoder.device
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with torch.no_grad(), probe.random_state_restored(device), probe.in_eval_mode(model):
+        yield
