@@ -163,9 +163,9 @@ def lora_of(name: str) -> MetaModel:
 
 
 def _built(name: str) -> Any:
-    fields = dict(PRESETS[name].fields)
+    fields = dict(PRESETS[name])
     with torch.device("meta"):
-        if PRESETS[name].model_type == "gpt2":
+        if fields.pop("model_type") == "gpt2":
             width = fields["n_embd"]
             config = GPTNeoXConfig(
                 vocab_size=50_257, hidden_size=width, num_hidden_layers=fields["n_layer"],

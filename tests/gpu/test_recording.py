@@ -9,24 +9,11 @@ import pytest
 import torch
 
 from trunkline.report.timeline import Timeline
-from trunkline.train.display import PlainDisplay
+from trunkline.train.display import Display
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-class Silent(PlainDisplay):
-    def __init__(self) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    begin = micro_batch = progress = step = note
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("beyond", ["host", "disk"])
@@ -45,7 +32,7 @@ def test_a_run_that_offloads(tmp_path: Path, beyond: str) -> None:
         "output": str(tmp_path / "run"),
         **room,
     }
-    output = train(Recipe.model_validate(recipe), Silent()).output
+    output = train(Recipe.model_validate(recipe), Display()).output
     lines = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     timeline = Timeline.from_json((output / "timeline.json").read_text())
     assert timeline.seconds == sum(lines[1]["seconds"].values())

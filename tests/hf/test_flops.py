@@ -52,7 +52,7 @@ def test_attention_flops_are_the_lower_triangle_of_the_square(kind):
 
 
 def test_llama_3_8b_is_the_published_figure():
-    config = AutoConfig.for_model("llama", vocab_size=128_256, **PRESETS["llama-3-8b"].fields)
+    config = AutoConfig.for_model(vocab_size=128_256, **PRESETS["llama-3-8b"])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     seq_len = 1 << 20

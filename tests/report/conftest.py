@@ -8,6 +8,7 @@ from records import GIB, make_step, make_timeline
 from trunkline.report.charts import charts_of
 from trunkline.report.page import make_page
 from trunkline.report.run_folder import read_run
+from trunkline.train.output_folder import json_line
 
 PLAN = {
     "hardware": "4 x H100",
@@ -50,9 +51,7 @@ def fill(path):
     (path / "timeline.json").write_text(make_timeline().to_json())
     (path / "before.json").write_text(before.to_json())
     (path / "plan.json").write_text(json.dumps(PLAN))
-    (path / "metrics.jsonl").write_text(
-        "".join(make_step(i, 9.0 if i == 1 else 5.0).to_json() + "\n" for i in (1, 2, 3))
-    )
+    (path / "metrics.jsonl").write_text("".join(json_line(make_step(i, 9.0 if i == 1 else 5.0)) for i in (1, 2, 3)))
     (path / "evaluations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in EVALUATIONS))
     (path / "recipe.yaml").write_text("context: 1000\n")
     return path

@@ -11,6 +11,7 @@ from trunkline.report.charts import charts_of, peak_holders
 from trunkline.report.page import make_page
 from trunkline.report.run_folder import read_run
 from trunkline.report.tables import lane_table
+from trunkline.train.output_folder import json_line
 
 SECTIONS = [
     "Over the steps",
@@ -155,8 +156,8 @@ def test_a_large_run_makes_a_small_page(folder, make):
     lanes = {"compute": [(i * 1e-4, (i + 0.9) * 1e-4, f"chunk {i % 64}") for i in range(99_000)]}
     memory = {"device": [(i * 1e-4, (i * 7919) % 60_000_000_000) for i in range(99_000)]}
     (folder / "timeline.json").write_text(make["timeline"](lanes=lanes, memory=memory).to_json())
-    lines = [make["step"](i, loss=2 + (i * 7919 % 1000) / 1000).to_json() for i in range(1, 5001)]
-    (folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    lines = [json_line(make["step"](i, loss=2 + (i * 7919 % 1000) / 1000)) for i in range(1, 5001)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     for name in ("before.json", "evaluations.jsonl"):
         (folder / name).unlink()
     page = page_of(folder)

@@ -1,6 +1,7 @@
 """A run's folder: files that exist are read, broken ones are refused by name, and figures come from the best source."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -9,6 +10,7 @@ from trunkline.report.run_folder import LoggedEvaluation, LoggedStep, read_run
 from trunkline.report.summary import measured_step, summary_cards
 from trunkline.report.tables import plan_table, score_table
 from trunkline.train.evaluating import EvaluationRecord
+from trunkline.train.output_folder import json_line
 from trunkline.utils.json_records import read_json
 
 
@@ -74,18 +76,18 @@ def test_a_broken_evaluation_is_named(folder, make, name, value, message):
 
 def test_lines_that_training_writes_are_read_back(make):
     record = EvaluationRecord(2, 1.0, None, None, 0, {"forced": {"needle": {4096: 0.5}}}, {"forced": None})
-    evaluation = read_json(LoggedEvaluation, record.to_json())
+    evaluation = read_json(LoggedEvaluation, json_line(record))
     assert (evaluation.step, evaluation.loss, evaluation.scores) == (2, None, record.scores)
     assert evaluation.effective_length == record.effective_length
     step = make["step"](3)
-    read = read_json(LoggedStep, step.to_json())
+    read = read_json(LoggedStep, json_line(step))
     assert (read.step, read.loss, read.tokens, read.seconds) == (3, step.loss, step.tokens, step.seconds)
     assert read.lanes["fetch"].bytes == step.lanes["fetch"]["bytes"]
 
 
 def test_a_step_that_took_no_time_is_refused(folder, make):
     path = folder / "metrics.jsonl"
-    path.write_text(json.dumps({**json.loads(make["step"](1).to_json()), "seconds": {"forward": 0.0}}) + "\n")
+    path.write_text(json.dumps({**asdict(make["step"](1)), "seconds": {"forward": 0.0}}) + "\n")
     with pytest.raises(ValueError, match=r"line 1: seconds are 0 in all parts, and a step takes longer\. Write"):
         read_run(folder)
 

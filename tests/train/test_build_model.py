@@ -6,10 +6,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trunkline.data import load_encoder
-from trunkline.train.build_model import build_config, build_model, resolve_device, tokenizer_spec
+from trunkline.train.build_model import build_config, build_model, tokenizer_spec
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
+from trunkline.utils.devices import parse_device
 
 BYTES = load_encoder("bytes")
 CPU = torch.device("cpu")
@@ -25,8 +26,7 @@ def recipe(model: dict, context: int = 64, **more) -> Recipe:
 
 def meta_counts(name: str, vocab_size: int) -> tuple[int, int]:
     """All parameters, and those outside the embedding tables."""
-    preset = PRESETS[name]
-    config = AutoConfig.for_model(preset.model_type, vocab_size=vocab_size, **preset.fields)
+    config = AutoConfig.for_model(vocab_size=vocab_size, **PRESETS[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tables = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
@@ -48,7 +48,7 @@ def meta_counts(name: str, vocab_size: int) -> tuple[int, int]:
     ],
 )
 def test_sizes_of_released_models(name, count):
-    assert meta_counts(name, VOCABULARY[PRESETS[name].model_type])[0] == count
+    assert meta_counts(name, VOCABULARY[PRESETS[name]["model_type"]])[0] == count
 
 
 def test_size_of_qwen25_7b_with_its_padded_vocabulary():
@@ -60,7 +60,7 @@ def test_size_of_qwen25_7b_with_its_padded_vocabulary():
     [("gpt-1.2b", 24, 1.2), ("gpt-2.7b", 32, 2.5), ("gpt-7b", 32, 6.4), ("gpt-13b", 40, 12.6), ("gpt-30b", 40, 28.3)],
 )
 def test_sizes_of_the_gpts(name, layers, billions):
-    fields = PRESETS[name].fields
+    fields = PRESETS[name]
     _, outside_tables = meta_counts(name, 50_257)
     width = fields["n_embd"]
     # Twelve E² a layer, and its thirteen vectors; the final norm.
@@ -209,7 +209,7 @@ def test_wrong_model_folders_are_told(stored, tmp_path):
 def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert resolve_device("auto") == CPU
-    assert resolve_device("cpu") == CPU
-    with pytest.raises(RecipeError, match=r"device='cuda:1' is not there.*sees 0 CUDA devices"):
-        resolve_device("cuda:1")
+    assert parse_device("auto") == CPU
+    assert parse_device("cpu") == CPU
+    with pytest.raises(ValueError, match=r"device='cuda:1' is not there.*sees 0 CUDA devices"):
+        parse_device("cuda:1")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from trunkline import Progress
 from trunkline.train.display import (
+    Display,
     LiveDisplay,
-    PlainDisplay,
     RunHeader,
     StepProgress,
     clock_text,
@@ -93,10 +93,10 @@ def test_estimate_follows_measured_shares_and_causal_cost():
     assert estimate.fraction == pytest.approx(0.2 + 0.8 * 3 / 4)
 
 
-def plain() -> tuple[PlainDisplay, io.StringIO]:
+def plain() -> tuple[Display, io.StringIO]:
     stream = io.StringIO()
     display = make_display(Console(file=stream))
-    assert isinstance(display, PlainDisplay)
+    assert isinstance(display, Display)
     return display, stream
 
 

@@ -18,14 +18,15 @@ from trunkline.data import cut_documents, find_files, load_encoder, read_documen
 from trunkline.evaluate import EvaluateProgress
 from trunkline.train import evaluating
 from trunkline.train.build_model import build_config, build_model
-from trunkline.train.display import LiveDisplay, PlainDisplay, RunHeader
+from trunkline.train.display import Display, LiveDisplay, RunHeader
 from trunkline.train.evaluating import EvaluationRecord, Evaluator, evaluation_text
 from trunkline.train.optimizer import Optimizer
+from trunkline.train.output_folder import json_line
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import EvaluateSection, Recipe
 from trunkline.train.run_training import TrainResult, train
 from trunkline.train.settings import RecipeError, load_recipe
-from trunkline.train.trainer import ProgressHook, Trainer
+from trunkline.train.trainer import Trainer, progress_hook
 from trunkline.train.world import World
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
@@ -59,7 +60,7 @@ def section(texts: Path, **more: Any) -> dict[str, Any]:
 
 def run(recipe: Recipe) -> tuple[TrainResult, str]:
     text = io.StringIO()
-    return train(recipe, PlainDisplay(Console(file=text, width=200))), text.getvalue()
+    return train(recipe, Display(Console(file=text, width=200))), text.getvalue()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ def test_files_and_lines_of_evaluations(texts: Path) -> None:
     found = lines(result.output / "evaluations.jsonl")
     assert [line["step"] for line in found] == [2, 4, 5]
     assert set(found[0]) == {"step", "seconds", "loss", "perplexity", "loss_tokens", "scores", "effective_length"}
-    assert found == [json.loads(record.to_json()) for record in result.evaluations]
+    assert found == [json.loads(json_line(record)) for record in result.evaluations]
     assert found[-1]["loss"] < found[0]["loss"]
     assert found[0]["scores"]["forced"]["needle"].keys() == {"650", "700"}
     whole = json.loads((result.output / "evaluation" / "results.json").read_text())
@@ -121,8 +122,8 @@ def trainer_for(recipe: Recipe) -> Trainer:
     samples = cut_documents(read_documents(find_files(recipe.data.files)), encoder, context=recipe.context)
     model = build_model(recipe, build_config(recipe, encoder), CPU)
     clock = PartTimer(CPU)
-    display = PlainDisplay(Console(file=io.StringIO()))
-    trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display))
+    display = Display(Console(file=io.StringIO()))
+    trunkline.stream(model, **recipe.stream_settings, progress=progress_hook(clock, display))
     return Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, World())
 
 
@@ -212,7 +213,7 @@ def test_lengths_beyond_positions_are_refused_and_beyond_context_noted(texts: Pa
         ({"files": ["a"]}, r"evaluate\.files has no effect without evaluate\.every"),
         ({"every": 1, "tasks": []}, r"nothing to evaluate: set evaluate\.files or evaluate\.tasks"),
         ({"every": 1, "tasks": ["nedle"]}, r"evaluate\.tasks: there is no 'nedle'\. Set some of: needle"),
-        ({"every": 1, "lengths": "4X"}, r"evaluate\.lengths: '4X' is no number of tokens"),
+        ({"every": 1, "lengths": "4X"}, r"evaluate\.lengths: '4X' is not a number of tokens"),
         ({"every": 0}, r"evaluate\.every: .*greater than or equal to 1"),
         ({"every": 1, "threshold": 0}, r"evaluate\.threshold: 0\.0 is out of range"),
     ],

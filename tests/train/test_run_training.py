@@ -20,7 +20,7 @@ from trunkline.train.part_timer import PARTS, PartTimer
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
 from trunkline.train.settings import load_recipe
-from trunkline.train.trainer import ProgressHook, Trainer, TrainingDivergedError
+from trunkline.train.trainer import Trainer, TrainingDivergedError, progress_hook
 from trunkline.train.world import World
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
@@ -173,7 +173,7 @@ def trainer_for(recipe: Recipe, *, streamed: bool = True) -> Trainer:
     model = build_model(recipe, build_config(recipe, encoder), CPU)
     clock, display = PartTimer(CPU), Recorder()
     if streamed:
-        trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display))
+        trunkline.stream(model, **recipe.stream_settings, progress=progress_hook(clock, display))
     meters = trunkline.stats if streamed else lambda model: trunkline.Stats({}, {})
     return Trainer(
         recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, CPU, None, World(), meters

@@ -22,7 +22,7 @@ from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
 from trunkline.train.step_recorder import StepRecorder, _without
-from trunkline.train.trainer import ProgressHook, Trainer, TrainingDivergedError
+from trunkline.train.trainer import Trainer, TrainingDivergedError, progress_hook
 from trunkline.train.world import World
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def trainer_for(recipe, step):
     model = build_model(recipe, build_config(recipe, encoder), CPU)
     clock, display = PartTimer(CPU), Display()
     recorder = None if step is None else StepRecorder(model, CPU, clock, step=step, title="a step", devices=1)
-    trunkline.stream(model, **recipe.stream_settings, progress=ProgressHook(clock, display, recorder))
+    trunkline.stream(model, **recipe.stream_settings, progress=progress_hook(clock, display, recorder))
     optimizer = Optimizer(model, recipe.optimizer)
     return Trainer(recipe, model, samples, optimizer, clock, display, CPU, None, World(), recorder=recorder)
 

@@ -29,7 +29,7 @@ def train(arguments: RecipeArguments) -> None:
 
     from trunkline.distributed import failure
     from trunkline.train import run_training
-    from trunkline.train.display import PlainDisplay, make_display
+    from trunkline.train.display import Display, make_display
     from trunkline.train.settings import load_recipe
     from trunkline.train.world import RankLog, join
 
@@ -37,7 +37,7 @@ def train(arguments: RecipeArguments) -> None:
     transformers_logging.disable_progress_bar()  # it would be drawn across the display
     log = RankLog() if int(os.environ.get("RANK", "0")) else None
     console = Console(file=log) if log else Console()
-    display = PlainDisplay(console) if log else make_display(console)
+    display = Display(console) if log else make_display(console)
     recipe = load_recipe(path, overrides, notice=display.note)
     world = join(recipe)
     if world.mesh is not None:

@@ -63,13 +63,13 @@ def _tune(output: Path | None, disk: Path | None, device: str, head_dims: str) -
     from trunkline.plan.hardware import Hardware, to_toml
     from trunkline.plan.hardware.hardware_profile import THIS_MACHINE, this_machine_path
     from trunkline.plan.machine_survey import MachineSurvey
-    from trunkline.train.build_model import resolve_device
+    from trunkline.utils.devices import parse_device
 
     path, name = (this_machine_path(), THIS_MACHINE) if output is None else (output, output.stem)
     dims = _head_dims(head_dims)
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: give auto, cpu or cuda.")
-    measured_device = resolve_device(device)
+    measured_device = parse_device(device)
     _check_output(path, ".toml")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         failure.raise_on_sigterm()

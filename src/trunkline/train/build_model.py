@@ -18,19 +18,7 @@ from trunkline.data.tokenizers import BYTES, Encoder
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
-from trunkline.utils.devices import parse_device
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device of a recipe's `device`.
-
-    Raises:
-        RecipeError: there is no such device.
-    """
-    try:
-        return parse_device(name)
-    except ValueError as error:
-        raise RecipeError(str(error)) from None
+from trunkline.utils.error_text import first_line
 
 
 def tokenizer_spec(recipe: Recipe) -> str:
@@ -95,7 +83,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except (ValueError, TypeError, KeyError, RuntimeError, ZeroDivisionError) as error:
             raise RecipeError(
-                f"model.overrides: a {config.model_type} model cannot be made with them ({_first_line(error)}). "
+                f"model.overrides: a {config.model_type} model cannot be made with them ({first_line(error)}). "
                 "Check that sizes are whole numbers and divide by the number of heads."
             ) from error
     else:
@@ -106,7 +94,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise RecipeError(
-                f"model.path: the weights in '{folder}' cannot be loaded ({_first_line(error)}). The folder must hold "
+                f"model.path: the weights in '{folder}' cannot be loaded ({first_line(error)}). The folder must hold "
                 "a causal language model as save_pretrained writes it, and model.overrides must not change its shapes."
             ) from error
         if loading["missing_keys"]:
@@ -126,8 +114,7 @@ def _fresh_config(recipe: Recipe, encoder: Encoder) -> Any:
     preset = PRESETS[recipe.model.preset]
     tokenizer = encoder.tokenizer
     config = AutoConfig.for_model(
-        preset.model_type,
-        **preset.fields,
+        **preset,
         vocab_size=encoder.vocab_size,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -136,7 +123,7 @@ def _fresh_config(recipe: Recipe, encoder: Encoder) -> Any:
     # A learned table is as long as the context. Rotary positions have no table; the number only tells servers how far
     # to go.
     config.max_position_embeddings = (
-        recipe.context if preset.has_position_table else max(recipe.context, config.max_position_embeddings)
+        recipe.context if preset["model_type"] == "gpt2" else max(recipe.context, config.max_position_embeddings)
     )
     return _override(config, recipe.model.overrides)
 
@@ -150,7 +137,7 @@ def _stored_config(recipe: Recipe) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise RecipeError(
-            f"model.path: '{folder}/config.json' is of no model that transformers knows ({_first_line(error)})."
+            f"model.path: '{folder}/config.json' is of no model that transformers knows ({first_line(error)})."
         ) from error
     stored = getattr(config.get_text_config(), "max_position_embeddings", None)
     config = _override(config, recipe.model.overrides)
@@ -187,14 +174,17 @@ def _override(config: Any, overrides: dict[str, Any]) -> Any:
     changed = {config.attribute_map.get(name, name): value for name, value in overrides.items()}
     if isinstance(changed.get("rope_parameters"), dict):
         changed["rope_parameters"] = _merge_rope(fields, changed["rope_parameters"])
-    if {"hidden_size", "num_attention_heads"} & changed.keys() and _has_derived_head_dim(fields):
-        fields.pop("head_dim")
+    # A head dim that the model sets apart from E / H is the user's to change.
+    derived = fields.get("hidden_size", 0) // (fields.get("num_attention_heads") or 1)
+    if {"hidden_size", "num_attention_heads"} & changed.keys() and fields.get("head_dim") == derived:
+        fields.pop("head_dim", None)
     if "num_hidden_layers" in changed:
         fields.pop("layer_types", None)
     try:
         return type(config).from_dict({**fields, **changed})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.overrides: {_last_line(error)} Correct that field of model.overrides.") from error
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".")
+        raise RecipeError(f"model.overrides: {problem}. Correct that field of model.overrides.") from error
 
 
 def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
@@ -203,12 +193,6 @@ def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, An
     if merged.get("rope_type", "default") != "default":
         merged.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
     return merged
-
-
-def _has_derived_head_dim(fields: dict[str, Any]) -> bool:
-    # One that the model sets apart from E / H is the user's to change.
-    derived: bool = fields.get("head_dim") == fields.get("hidden_size", 0) // (fields.get("num_attention_heads") or 1)
-    return "head_dim" in fields and derived
 
 
 def _check_positions(config: Any, recipe: Recipe) -> None:
@@ -226,12 +210,3 @@ def _check_positions(config: Any, recipe: Recipe) -> None:
         f"context: {recipe.context:,} tokens (global) is more than the {positions:,} positions this model is made for. "
         f"{fix}."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip().rstrip(".") + "."

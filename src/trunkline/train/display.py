@@ -6,6 +6,7 @@ callback only sets a field, so that drawing never delays a sweep.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,13 +108,27 @@ class RunHeader:
 
 
 class Display:
-    """Receiver of a run's events, in this order; this one shows nothing."""
+    """Receiver of a run's events, in this order; it prints every `log_every`-th step, the first and the last.
+
+    Args:
+        console: output; None shows nothing.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = Console(quiet=True) if console is None else console
+        self._header = RunHeader([], 0, 1, 1, 0.5)
+        self._history: list[StepMetrics] = []
+        self._evaluation: EvaluationRecord | None = None
 
     def note(self, text: str) -> None:
         """Show a line about the preparations."""
+        self._print(text, "dim")
 
     def begin(self, header: RunHeader) -> None:
         """Show the header; the first step follows."""
+        self._header = header
+        for index, line in enumerate(header.headline):
+            self._print(line, "bold" if index == 0 else "")
 
     def micro_batch(self, index: int) -> None:
         """Note which micro-batch of the step begins."""
@@ -123,56 +138,22 @@ class Display:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a finished step."""
+        self._history.append(metrics)
+        if self._header.is_logged(metrics.step):
+            left = self._seconds_after(metrics.step, self._header.evaluations_after(metrics.step - 1))
+            self._print(f"{step_line(metrics, self._header.steps)}  eta {clock_text(left)}")
 
     def evaluating(self, where: EvaluateProgress) -> None:
         """Note the progress of an evaluation; called before each of its samples, and at its end."""
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Show a finished evaluation."""
+        self._evaluation = record
+        self._print(f"eval {record.step:>{len(str(self._header.steps))}}/{self._header.steps}  "
+                    f"{evaluation_text(record)}  {record.seconds:.1f} s")  # fmt: skip
 
     def end(self) -> None:
         """Stop drawing; called however the run ends."""
-
-
-def make_display(console: Console) -> Display:
-    """Return a live panel for a terminal, plain lines for anything else."""
-    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
-
-
-class PlainDisplay(Display):
-    """Plain lines: every `log_every`-th step, the first and the last.
-
-    Args:
-        console: output.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._header = RunHeader([], 0, 1, 1, 0.5)
-        self._history: list[StepMetrics] = []
-        self._evaluation: EvaluationRecord | None = None
-
-    @override
-    def note(self, text: str) -> None:
-        self._print(text)
-
-    @override
-    def begin(self, header: RunHeader) -> None:
-        self._header = header
-        for line in header.headline:
-            self._print(line)
-
-    @override
-    def step(self, metrics: StepMetrics) -> None:
-        self._history.append(metrics)
-        if self._header.is_logged(metrics.step):
-            left = self._seconds_after(metrics.step, self._header.evaluations_after(metrics.step - 1))
-            self._print(f"{step_line(metrics, self._header.steps)}  eta {clock_text(left)}")
-
-    @override
-    def evaluated(self, record: EvaluationRecord) -> None:
-        self._evaluation = record
-        self._print(evaluation_line(record, self._header.steps))
 
     def _seconds_after(self, step: float, evaluations: int) -> float:
         """Estimate the seconds left after `step` (may be fractional), with `evaluations` still to run."""
@@ -186,7 +167,12 @@ class PlainDisplay(Display):
         self._console.print(text, markup=False, highlight=False, soft_wrap=not wraps, style=style)
 
 
-class LiveDisplay(PlainDisplay):
+def make_display(console: Console) -> Display:
+    """Return a live panel for a terminal, plain lines for anything else."""
+    return LiveDisplay(console) if console.is_terminal else Display(console)
+
+
+class LiveDisplay(Display):
     """Panel that is redrawn four times a second, below the permanent lines of the steps.
 
     Args:
@@ -202,15 +188,9 @@ class LiveDisplay(PlainDisplay):
         self._evaluating: EvaluateProgress | None = None
 
     @override
-    def note(self, text: str) -> None:
-        self._print(text, "dim")
-
-    @override
     def begin(self, header: RunHeader) -> None:
-        self._header = header
+        super().begin(header)
         self._step_progress = StepProgress(header.num_micro_batches, header.attention_share)
-        for index, line in enumerate(header.headline):
-            self._print(line, "bold" if index == 0 else "")
         self._print("")
         self._step_began = time.perf_counter()
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
@@ -311,8 +291,7 @@ class LiveDisplay(PlainDisplay):
 
 def typical_seconds(seconds: Sequence[float]) -> float:
     """Return the median of the last five steps: the first step is slow, and machines are shared."""
-    recent = sorted(seconds[-5:])
-    return recent[len(recent) // 2]
+    return statistics.median_high(seconds[-5:])
 
 
 def step_line(metrics: StepMetrics, steps: int) -> str:
@@ -323,12 +302,6 @@ def step_line(metrics: StepMetrics, steps: int) -> str:
         f"lr {metrics.lr:.2e}  {metrics.tokens_per_second:,.0f} tokens/s  {metrics.total_seconds:.1f} s"
         + (f"  {metrics.exposed_share:.1%} exposed" if metrics.bytes_moved else "")
     )
-
-
-def evaluation_line(record: EvaluationRecord, steps: int) -> str:
-    """Return the permanent line of an evaluation."""
-    width = len(str(steps))
-    return f"eval {record.step:>{width}}/{steps}  {evaluation_text(record)}  {record.seconds:.1f} s"
 
 
 def evaluating_text(where: EvaluateProgress) -> str:

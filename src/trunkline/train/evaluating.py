@@ -7,11 +7,10 @@ the same samples.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -71,10 +70,6 @@ class EvaluationRecord:
             scores={way: evaluation.task_scores(way) for way in evaluation.ways},
             effective_length={way: evaluation.effective_length(way) for way in evaluation.ways},
         )
-
-    def to_json(self) -> str:
-        """Return the record as one line of JSON."""
-        return json.dumps(asdict(self), allow_nan=False)
 
 
 def evaluation_text(record: EvaluationRecord) -> str:

@@ -8,8 +8,10 @@ one that stops later leaves its metrics, and says where.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,10 +19,10 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from trunkline.evaluate import Evaluation, write_evaluation
-from trunkline.report.timeline import Timeline
+from trunkline.train.evaluating import EvaluationRecord
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError, dump_recipe
-from trunkline.train.step_metrics import JsonLine, MetricsFile, StepMetrics
+from trunkline.train.step_metrics import StepMetrics
 from trunkline.utils.atomic_dir import replace_dir
 
 MODEL, RECIPE, METRICS, TIMELINE, LOGS = "model", "recipe.yaml", "metrics.jsonl", "timeline.json", "logs"
@@ -44,7 +46,6 @@ class OutputFolder:
         self.partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         self.num_steps = 0
         self._made_parents: list[Path] = []
-        self._evaluations: MetricsFile | None = None
         check_output(self.path, overwrite=recipe.overwrite)
 
     def __enter__(self) -> Self:
@@ -58,33 +59,28 @@ class OutputFolder:
                 "write."
             ) from error
         self._made_parents = parents
-        self._metrics = MetricsFile(self.partial / METRICS)
+        (self.partial / METRICS).touch()
         if self.recipe.evaluate.every is not None:
-            self._evaluations = MetricsFile(self.partial / EVALUATIONS)
+            (self.partial / EVALUATIONS).touch()
         return self
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step to `metrics.jsonl`."""
-        self._metrics.write(metrics)
+        self._append(METRICS, metrics)
         self.num_steps += 1
 
-    def write_evaluation(self, record: JsonLine, evaluation: Evaluation) -> list[str]:
+    def write_evaluation(self, record: EvaluationRecord, evaluation: Evaluation) -> list[str]:
         """Append a line to `evaluations.jsonl`, and replace the results in `evaluation/`.
 
         Returns:
             Notes on files that were left out, with the fix.
         """
-        assert self._evaluations is not None
-        self._evaluations.write(record)
+        self._append(EVALUATIONS, record)
         return write_evaluation(evaluation, self.partial / EVALUATION).notes
 
-    def write_plan(self, plan: str) -> None:
-        """Write `plan.json`, the estimate of a step."""
-        (self.partial / PLAN).write_text(plan, encoding="utf-8")
-
-    def write_timeline(self, timeline: Timeline) -> None:
-        """Write `timeline.json`."""
-        (self.partial / TIMELINE).write_text(timeline.to_json(), encoding="utf-8")
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file of the folder, such as `plan.json`."""
+        (self.partial / name).write_text(text, encoding="utf-8")
 
     def finish(self, model: nn.Module, tokenizer: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model, tokenizer and resolved recipe, and put the folder in place.
@@ -94,12 +90,9 @@ class OutputFolder:
             tokenizer: its tokenizer.
             state_dict: all its parameters, if it is sharded over processes.
         """
-        self._close()
         model.save_pretrained(self.partial / MODEL, state_dict=state_dict)  # type: ignore[operator]
         tokenizer.save_pretrained(self.partial / MODEL)
-        (self.partial / RECIPE).write_text(
-            dump_recipe(self.recipe.model_copy(update={"overwrite": False})), encoding="utf-8"
-        )
+        self.write_text(RECIPE, dump_recipe(self.recipe.model_copy(update={"overwrite": False})))
         # Checked again: hours have passed since the start.
         check_output(self.path, overwrite=self.recipe.overwrite)
         replace_dir(self.partial, self.path)
@@ -107,7 +100,6 @@ class OutputFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close()
         if error is not None and self.partial.exists():
             if self.num_steps == 0:
                 shutil.rmtree(self.partial)
@@ -118,10 +110,14 @@ class OutputFolder:
             else:
                 error.add_note(f"The metrics of the {self.num_steps} steps so far are in '{self.partial / METRICS}'.")
 
-    def _close(self) -> None:
-        self._metrics.close()
-        if self._evaluations is not None:
-            self._evaluations.close()
+    def _append(self, name: str, record: StepMetrics | EvaluationRecord) -> None:
+        with (self.partial / name).open("a", encoding="utf-8") as file:  # closed at once: a run can be followed
+            file.write(json_line(record))
+
+
+def json_line(record: StepMetrics | EvaluationRecord) -> str:
+    """Return a record as one line of JSON."""
+    return json.dumps(asdict(record), allow_nan=False) + "\n"
 
 
 def check_output(path: Path, *, overwrite: bool) -> None:

@@ -18,13 +18,17 @@ from trunkline.train.build_model import build_config, tokenizer_spec
 from trunkline.train.recipe import RanksSection, Recipe
 
 
-def meta_model_of(recipe: Recipe) -> MetaModel:
+def meta_model_of(recipe: Recipe, config: Any = None) -> MetaModel:
     """Build the recipe's model on the `meta` device; neither weights nor an accelerator are needed.
+
+    Args:
+        recipe: the recipe.
+        config: config of its model; None builds it.
 
     Raises:
         ValueError: the recipe's model cannot be made, or cannot be streamed.
     """
-    config = build_config(recipe, load_encoder(tokenizer_spec(recipe)))
+    config = config or build_config(recipe, load_encoder(tokenizer_spec(recipe)))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
     return MetaModel.from_model(model.train())

@@ -6,11 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
 
 from trunkline.config import StreamConfig
 from trunkline.distributed import failure
@@ -20,7 +20,7 @@ from trunkline.plan.hardware import Hardware, NoFigures, profile_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, loading_bytes
 from trunkline.plan.search_space import MOST_CHUNKS
-from trunkline.train.planning import sharding_spec_of
+from trunkline.train.planning import meta_model_of, sharding_spec_of
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
 from trunkline.train.world import World
@@ -86,17 +86,17 @@ def preflight(
     Raises:
         RecipeError: it does not fit; the text names the tier, the shortfall and the fix.
     """
+    usual = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
+    unchecked = recipe.model_copy(update={"chunk_size": usual})
     if world.parallel_dims.tp > 1:
         note = "note: with tensor parallelism the preflight does not check memory: `trunkline plan` does."
-        chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-        return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=note)
+        return PreflightResult(unchecked, note=note)
     found = None
     if world.is_main:
         try:
             found = _estimate_sizes(recipe, config, world, device, notify)
         except UnsupportedModelError as error:  # what cannot be streamed either is refused by stream(), with the reason
-            chunk = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
-            found = PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), note=f"note: {error}")
+            found = PreflightResult(unchecked, note=f"note: {error}")
     if world.mesh is None:
         assert found is not None
         return found
@@ -105,9 +105,7 @@ def preflight(
 
 
 def _estimate_sizes(recipe: Recipe, config: Any, world: World, device: torch.device, notify: Notify) -> PreflightResult:
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
-    meta_model = MetaModel.from_model(model.train())
+    meta_model = meta_model_of(recipe, config)
     hardware = profile_of(device)
     free = free_bytes(device, world.local_size, recipe.offload_dir)
     _check_loading(recipe, meta_model, world, free)
@@ -132,16 +130,13 @@ def _estimate_sizes(recipe: Recipe, config: Any, world: World, device: torch.dev
     if not fitting:
         assert last is not None
         raise last
-    chunk = min(fitting, key=lambda each: _seconds(fitting[each]))
+    steps = {chunk: found.step for chunk, found in fitting.items()}
+    chunk = min(steps, key=lambda each: 0.0 if (step := steps[each]) is None else step.seconds)
     note = ""
     if recipe.chunk_size == "auto":
         note = f"chunk_size auto: {chunk:,}, " + ("the faster that fits" if len(fitting) > 1 else "which fits")
     before = {"Python and its libraries": psutil.Process().memory_info().rss} if device.type == "cpu" else {}
     return PreflightResult(recipe.model_copy(update={"chunk_size": chunk}), fitting[chunk], hardware, before, note)
-
-
-def _seconds(estimated: Estimate) -> float:
-    return 0.0 if estimated.step is None else estimated.step.seconds
 
 
 def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
@@ -158,28 +153,23 @@ def _sizes(recipe: Recipe, device: torch.device, *, timed: bool) -> list[int]:
 def _step(
     recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
 ) -> Estimate:
-    try:
-        return _estimate_step(recipe, meta_model, world, device, hardware, chunk)
-    except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
-        return _estimate_step(recipe, meta_model, world, device, None, chunk)
-
-
-def _estimate_step(
-    recipe: Recipe, meta_model: MetaModel, world: World, device: torch.device, hardware: Hardware | None, chunk: int
-) -> Estimate:
     settings = {name: value for name, value in recipe.stream_settings.items() if value is not None}
-    return estimate(
+    estimate_on = partial(
+        estimate,
         meta_model,
         recipe.context,
         batch_size=recipe.batch_size // world.parallel_dims.dp,
         device=device,
-        hardware=hardware,
         parallel_dims=world.parallel_dims,
         sharding_spec=sharding_spec_of(recipe),
         optimizer=AdamWSpec(recipe.optimizer.fp32_master),
         micro_batches=recipe.gradient_accumulation,
         **{**settings, "chunk_size": chunk},
     )
+    try:
+        return estimate_on(hardware=hardware)
+    except NoFigures:  # of so many ranks, or of this dtype: bytes are known without
+        return estimate_on(hardware=None)
 
 
 def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: dict[str, int]) -> None:

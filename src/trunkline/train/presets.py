@@ -11,33 +11,13 @@ recipe.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Architecture of a model.
-
-    Attributes:
-        model_type: `model_type` of the Hugging Face config class.
-        fields: fields that differ from the defaults of this class.
-        summary: description in one line.
-    """
-
-    model_type: str
-    fields: MappingProxyType[str, Any]
-    summary: str
-
-    @property
-    def has_position_table(self) -> bool:
-        """Whether positions are learned: then the number of positions is the context."""
-        return self.model_type == "gpt2"
-
-
-def _gpt(num_layers: int, hidden_size: int, num_heads: int, summary: str) -> Preset:
-    fields = {
+def _gpt(num_layers: int, hidden_size: int, num_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
         "n_layer": num_layers,
         "n_embd": hidden_size,
         "n_head": num_heads,
@@ -48,12 +28,12 @@ def _gpt(num_layers: int, hidden_size: int, num_heads: int, summary: str) -> Pre
         # sqrt(1 / (3 E)): the standard deviation of initial weights falls with the width.
         "initializer_range": round((1 / (3 * hidden_size)) ** 0.5, 4),
     }
-    return Preset("gpt2", MappingProxyType(fields), summary)
 
 
-def _llama(model_type: str, shape: tuple[int, int, int, int, int], summary: str, **more: Any) -> Preset:
+def _llama(model_type: str, shape: tuple[int, int, int, int, int], **more: Any) -> dict[str, Any]:
     num_layers, hidden_size, intermediate_size, num_heads, num_key_value_heads = shape
-    fields = {
+    return {
+        "model_type": model_type,
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
@@ -62,7 +42,6 @@ def _llama(model_type: str, shape: tuple[int, int, int, int, int], summary: str,
         "rms_norm_eps": 1e-5,
         **more,
     }
-    return Preset(model_type, MappingProxyType(fields), summary)
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -73,33 +52,23 @@ _LLAMA_3 = {"rope_parameters": _rope(500_000.0), "tie_word_embeddings": False}
 _LLAMA_32 = {"rope_parameters": _rope(500_000.0), "tie_word_embeddings": True}
 _QWEN = {"rope_parameters": _rope(1_000_000.0), "rms_norm_eps": 1e-6}
 
-PRESETS: MappingProxyType[str, Preset] = MappingProxyType(
+# Fields of a Hugging Face config that differ from the defaults of its `model_type`.
+PRESETS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
     {
-        "tiny-llama": _llama(
-            "llama",
-            (2, 128, 384, 2, 1),
-            "a Llama for a laptop",
-            head_dim=32,
-            tie_word_embeddings=True,
-            rope_parameters=_rope(500_000.0),
-        ),
-        "gpt-1.2b": _gpt(24, 2048, 16, "GPT of the FPDT paper, 1.2B"),
-        "gpt-2.7b": _gpt(32, 2560, 32, "GPT of the FPDT paper, 2.7B"),
-        "gpt-7b": _gpt(32, 4096, 32, "GPT of the FPDT paper, 6.7B"),
-        "gpt-13b": _gpt(40, 5120, 40, "GPT of the FPDT paper, 13B"),
+        "tiny-llama": _llama("llama", (2, 128, 384, 2, 1), head_dim=32, **_LLAMA_32),
+        "gpt-1.2b": _gpt(24, 2048, 16),
+        "gpt-2.7b": _gpt(32, 2560, 32),
+        "gpt-7b": _gpt(32, 4096, 32),
+        "gpt-13b": _gpt(40, 5120, 40),
         # 64 heads: up to 64 devices can share a sequence by heads.
-        "gpt-30b": _gpt(40, 7680, 64, "GPT of the FPDT paper, 30B, 40 layers"),
-        "llama-3.2-1b": _llama("llama", (16, 2048, 8192, 32, 8), "Llama 3.2 1B", head_dim=64, **_LLAMA_32),
-        "llama-3.2-3b": _llama("llama", (28, 3072, 8192, 24, 8), "Llama 3.2 3B", head_dim=128, **_LLAMA_32),
-        "llama-3-8b": _llama("llama", (32, 4096, 14336, 32, 8), "Llama 3 8B", **_LLAMA_3),
-        "llama-3-70b": _llama("llama", (80, 8192, 28672, 64, 8), "Llama 3 70B", **_LLAMA_3),
-        "qwen2.5-0.5b": _llama("qwen2", (24, 896, 4864, 14, 2), "Qwen 2.5 0.5B", tie_word_embeddings=True, **_QWEN),
-        "qwen2.5-7b": _llama("qwen2", (28, 3584, 18944, 28, 4), "Qwen 2.5 7B", tie_word_embeddings=False, **_QWEN),
-        "qwen3-0.6b": _llama(
-            "qwen3", (28, 1024, 3072, 16, 8), "Qwen 3 0.6B", head_dim=128, tie_word_embeddings=True, **_QWEN
-        ),
-        "qwen3-8b": _llama(
-            "qwen3", (36, 4096, 12288, 32, 8), "Qwen 3 8B", head_dim=128, tie_word_embeddings=False, **_QWEN
-        ),
+        "gpt-30b": _gpt(40, 7680, 64),
+        "llama-3.2-1b": _llama("llama", (16, 2048, 8192, 32, 8), head_dim=64, **_LLAMA_32),
+        "llama-3.2-3b": _llama("llama", (28, 3072, 8192, 24, 8), head_dim=128, **_LLAMA_32),
+        "llama-3-8b": _llama("llama", (32, 4096, 14336, 32, 8), **_LLAMA_3),
+        "llama-3-70b": _llama("llama", (80, 8192, 28672, 64, 8), **_LLAMA_3),
+        "qwen2.5-0.5b": _llama("qwen2", (24, 896, 4864, 14, 2), tie_word_embeddings=True, **_QWEN),
+        "qwen2.5-7b": _llama("qwen2", (28, 3584, 18944, 28, 4), tie_word_embeddings=False, **_QWEN),
+        "qwen3-0.6b": _llama("qwen3", (28, 1024, 3072, 16, 8), head_dim=128, tie_word_embeddings=True, **_QWEN),
+        "qwen3-8b": _llama("qwen3", (36, 4096, 12288, 32, 8), head_dim=128, tie_word_embeddings=False, **_QWEN),
     }
 )

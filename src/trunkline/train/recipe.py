@@ -268,11 +268,6 @@ class Recipe(_Streaming):
     overwrite: bool = Field(default=False, description="replace the output folder of an earlier run")
     log_every: Count = Field(default=1, description="steps between printed lines; metrics.jsonl has every step")
 
-    @model_validator(mode="after")
-    def _can_stream(self) -> Self:
-        StreamConfig(**self.stream_settings)
-        return self
-
     @property
     def stream_settings(self) -> dict[str, Any]:
         """Keyword arguments of `trunkline.stream`, by name."""
@@ -287,7 +282,8 @@ class Recipe(_Streaming):
         return value
 
     @model_validator(mode="after")
-    def _steps_suffice(self) -> Self:
+    def _is_consistent(self) -> Self:
+        StreamConfig(**self.stream_settings)
         if self.context < 2:
             raise ValueError("context must be at least 2: a token is predicted from the ones before it")
         if self.optimizer.warmup_steps > self.steps:

@@ -15,18 +15,19 @@ from trunkline.data import CutReport, cut_documents, find_files, load_encoder, r
 from trunkline.distributed import failure
 from trunkline.distributed.mesh import heads_of
 from trunkline.hf.flops import UncountedModuleError, attention_flops, model_flops
-from trunkline.train.build_model import build_config, build_model, resolve_device, tokenizer_spec
+from trunkline.train.build_model import build_config, build_model, tokenizer_spec
 from trunkline.train.display import Display, RunHeader
 from trunkline.train.evaluating import EvaluationRecord, Evaluator
 from trunkline.train.optimizer import Optimizer
-from trunkline.train.output_folder import LOGS, OutputFolder
+from trunkline.train.output_folder import LOGS, PLAN, TIMELINE, OutputFolder
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.step_metrics import StepMetrics
 from trunkline.train.step_recorder import StepRecorder
-from trunkline.train.trainer import ProgressHook, Trainer
+from trunkline.train.trainer import Trainer, progress_hook
 from trunkline.train.world import RankLog, World, expected_seconds
+from trunkline.utils.devices import parse_device
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def train(recipe: Recipe, display: Display, world: World | None = None, log: Ran
 
 def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) -> TrainResult:
     output = OutputFolder(recipe) if world.is_main else None
-    device = resolve_device(recipe.device)
+    device = parse_device(recipe.device)
     encoder = load_encoder(tokenizer_spec(recipe))
     config = build_config(recipe, encoder)
     world.parallel_dims.check_heads(*heads_of(config))
@@ -92,7 +93,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
         # The second step: the first one also allocates memory and loads kernels.
         recorder = StepRecorder(model, device, clock, step=min(1, recipe.steps - 1),
                                 title=_title(recipe, device, world), devices=world.world_size)  # fmt: skip
-    trunkline.stream(model, **recipe.stream_settings, mesh=world.mesh, progress=ProgressHook(clock, display, recorder))
+    trunkline.stream(model, **recipe.stream_settings, mesh=world.mesh, progress=progress_hook(clock, display, recorder))
     if evaluator is not None:
         evaluator.check(model)
     trainer = Trainer(recipe, model, samples, Optimizer(model, recipe.optimizer), clock, display, device, flops, world,
@@ -112,7 +113,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
         if log is not None:
             log.open(folder / LOGS / f"rank-{world.rank}.log")
         if output is not None and (plan := ready.plan_json()) is not None:
-            output.write_plan(plan)
+            output.write_text(PLAN, plan)
         torch.manual_seed(recipe.seed)
         display.begin(info)
         try:
@@ -121,7 +122,7 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
                 if output is not None:
                     output.write(metrics)
                     if recorder is not None and recorder.step == index and trainer.timeline is not None:
-                        output.write_timeline(trainer.timeline)
+                        output.write_text(TIMELINE, trainer.timeline.to_json())
                 display.step(metrics)
                 steps.append(metrics)
                 if evaluator is not None and evaluator.is_due(index + 1):

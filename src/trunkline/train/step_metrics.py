@@ -1,17 +1,12 @@
-"""Metrics of a step, and the file of JSON lines that they are appended to."""
+"""Metrics of a step."""
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
-
-from trunkline.offload.lanes.base import LaneTraffic
 
 
 @dataclass(frozen=True)
@@ -62,55 +57,9 @@ class StepMetrics:
         """Seconds of the whole step."""
         return sum(self.seconds.values())
 
-    def to_json(self) -> str:
-        """Return the record as one line of JSON."""
-        return json.dumps(asdict(self), allow_nan=False)
-
-
-def lane_record(traffic: LaneTraffic) -> dict[str, float]:
-    """Return the entry of `StepMetrics.lanes` for a lane."""
-    return {
-        "bytes": traffic.moved,
-        "gb_per_second": traffic.gigabytes_per_second,
-        "exposed_seconds": traffic.exposed,
-    }
-
-
-class JsonLine(Protocol):
-    """Record that is written as one line of JSON."""
-
-    def to_json(self) -> str:
-        """Return the line."""
-
-
-class MetricsFile:
-    """File of JSON lines. Each line is flushed at once, so that a run can be followed.
-
-    Args:
-        path: file to create; it must not exist.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("x", encoding="utf-8")
-
-    def write(self, record: JsonLine) -> None:
-        """Append one line."""
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def reset_peak(device: torch.device) -> None:
-    """Reset the peak memory counter, where the device has one."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes: allocated since `reset_peak` on CUDA, resident in the process so far on a CPU."""
+    """Return the peak bytes: allocated since the last reset on CUDA, resident in the process so far on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from trunkline.report.timeline import (
     thinned,
     within,
 )
-from trunkline.train.memory_sampler import memory_sampler_for, total_bytes
+from trunkline.train.memory_sampler import CudaMemorySampler, ProcessMemorySampler
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.part_timer import Mark, PartTimer
 from trunkline.train.step_metrics import StepMetrics
@@ -65,7 +66,8 @@ class StepRecorder:
         self.step, self.is_active = step, False
         self._model, self._device, self._clock = model, device, clock
         self._title, self._devices = title, devices
-        self._sampler = memory_sampler_for(device, clock)
+        self._sampler: CudaMemorySampler | ProcessMemorySampler
+        self._sampler = CudaMemorySampler(device, clock) if device.type == "cuda" else ProcessMemorySampler()
         self._tallies = {tier: MemoryTally() for tier in TIERS}
         self._offloaded: dict[TierName, list[tuple[Mark, int]]] = {tier: [] for tier in OFFLOAD_TIERS}
         self._labels: list[tuple[Mark, str]] = []
@@ -89,7 +91,8 @@ class StepRecorder:
         """
         self._optimizer = optimizer
         tiers, begin = tiers_of(self._model), self._clock.begin
-        self._log = _log_from(begin)
+        # The device is idle between two steps, so that the event and the host's clock mark the same moment.
+        self._log = TransferLog(begin) if isinstance(begin, float) else TransferLog(time.perf_counter(), begin)
         self._count_states()
         tiers.observer = self._count_store
         if tiers.limited:
@@ -123,8 +126,8 @@ class StepRecorder:
         if not self.is_active:
             return
         self._count_states()
+        self._sampler.stop()  # before the last sample: a later one would be in no peak
         self._sample(self._clock.now())
-        self._sampler.stop()
 
     def timeline(self, metrics: StepMetrics) -> Timeline:
         """Return the timeline of the step, after the timer has stopped.
@@ -228,17 +231,10 @@ class StepRecorder:
         return held
 
     def _capacity(self) -> dict[str, int | None]:
-        accounts = tiers_of(self._model).budgets
-        beyond = {str(tier): accounts[tier].budget for tier in OFFLOAD_TIERS}
-        return {"device": total_bytes(self._device), **beyond}
-
-
-def _log_from(begin: Mark) -> TransferLog:
-    """Return a transfer log whose time 0 is the beginning of a step."""
-    if isinstance(begin, float):
-        return TransferLog(begin)
-    # The device is idle between two steps, so that the event and the host's clock mark the same moment.
-    return TransferLog(time.perf_counter(), begin)
+        on_cuda, budgets = self._device.type == "cuda", tiers_of(self._model).budgets
+        device = torch.cuda.get_device_properties(self._device) if on_cuda else None
+        total = psutil.virtual_memory().total if device is None else device.total_memory
+        return {"device": total, **{tier: budgets[tier].budget for tier in OFFLOAD_TIERS}}
 
 
 def _without(segments: list[Segment], waits: list[Segment]) -> list[Segment]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trunkline.api import stats
-from trunkline.config import Progress
+from trunkline.config import Progress, ProgressCallback
 from trunkline.data import SampleOrder, Samples
 from trunkline.distributed.fsdp import no_sync
 from trunkline.offload.stats import Stats
@@ -21,7 +21,7 @@ from trunkline.train.display import Display
 from trunkline.train.optimizer import Optimizer, clip_scale, learning_rate
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.step_metrics import StepMetrics, lane_record, peak_memory_bytes, reset_peak
+from trunkline.train.step_metrics import StepMetrics, peak_memory_bytes
 from trunkline.train.step_recorder import StepRecorder
 from trunkline.train.world import World
 
@@ -30,26 +30,16 @@ class TrainingDivergedError(RuntimeError):
     """Loss or gradient norm that is not finite; the parameters are those of the step before."""
 
 
-class ProgressHook:
-    """Progress callback of the engine: it sets the part of the timer, and informs display and recorder.
+def progress_hook(clock: PartTimer, display: Display, recorder: StepRecorder | None = None) -> ProgressCallback:
+    """Return the progress callback of the engine: it sets the part of the timer, and informs display and recorder."""
 
-    Args:
-        clock: timer of the step.
-        display: the display.
-        recorder: recorder of one step; None for none.
-    """
+    def note(position: Progress) -> None:
+        clock.enter(position.part)
+        if recorder is not None:
+            recorder.progress(position)
+        display.progress(position)
 
-    def __init__(self, clock: PartTimer, display: Display, recorder: StepRecorder | None = None) -> None:
-        self._clock = clock
-        self._display = display
-        self._recorder = recorder
-
-    def __call__(self, position: Progress) -> None:
-        """Note the chunk whose work begins."""
-        self._clock.enter(position.part)
-        if self._recorder is not None:
-            self._recorder.progress(position)
-        self._display.progress(position)
+    return note
 
 
 @dataclass
@@ -58,7 +48,7 @@ class Trainer:
 
     Attributes:
         recipe: settings.
-        model: streamed model, with a `ProgressHook` of `clock` and `display` as its progress callback.
+        model: streamed model, with a `progress_hook` of `clock` and `display` as its progress callback.
         samples: training data.
         optimizer: optimizer of the model.
         clock: timer of the parts of a step.
@@ -99,7 +89,8 @@ class Trainer:
         Raises:
             TrainingDivergedError: loss or gradient norm is not finite; nothing was updated.
         """
-        reset_peak(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.clock.enter("data")
         if self.recorder is None or self.recorder.step != index:
             return self._step(index)
@@ -117,7 +108,8 @@ class Trainer:
         for number, ids_BS in enumerate(micro_batches):
             self.display.micro_batch(number)
             self.clock.enter("data")
-            ids_BS = self._share(ids_BS).to(self.device, non_blocking=True)
+            ids_BS = ids_BS.tensor_split(self.world.parallel_dims.dp)[self.world.replica]  # this replica's samples
+            ids_BS = ids_BS.to(self.device, non_blocking=True)
             part = self.model(input_ids=ids_BS, labels=ids_BS, num_items_in_batch=num_items).loss
             part_value = self.world.sum_over_replicas(float(part.detach()))
             self._require_finite(part_value, "loss", index)
@@ -141,14 +133,8 @@ class Trainer:
         recipe = self.recipe
         per_step = recipe.batch_size * recipe.gradient_accumulation
         chosen = self._order.take(index * per_step, per_step)
-        batches = [chosen[i : i + recipe.batch_size] for i in range(0, per_step, recipe.batch_size)]
-        return [
-            torch.from_numpy(np.stack([self.samples.pieces[i] for i in batch]).astype(np.int64)) for batch in batches
-        ]
-
-    def _share(self, ids_BS: torch.Tensor) -> torch.Tensor:
-        """Return the samples of a micro-batch that this replica takes."""
-        return ids_BS.tensor_split(self.world.parallel_dims.dp)[self.world.replica]
+        ids = torch.from_numpy(np.stack([self.samples.pieces[i] for i in chosen]).astype(np.int64))
+        return [ids[start : start + recipe.batch_size] for start in range(0, per_step, recipe.batch_size)]
 
     def _record(self, index: int, loss: float, grad_norm: float, rate: float, seconds: dict[str, float]) -> StepMetrics:
         recipe = self.recipe
@@ -168,7 +154,10 @@ class Trainer:
             peak_memory_bytes=self._peak_memory_bytes(),
             seconds=seconds,
             tiers={str(tier): peak for tier, peak in stats.peaks.items()},
-            lanes={lane: lane_record(traffic) for lane, traffic in stats.lanes.items()},
+            lanes={
+                lane: {"bytes": x.moved, "gb_per_second": x.gigabytes_per_second, "exposed_seconds": x.exposed}
+                for lane, x in stats.lanes.items()
+            },
         )
 
     def _peak_memory_bytes(self) -> int:

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 import trunkline
 from trunkline.distributed import failure
-from trunkline.distributed.mesh import ParallelDims, parallel_dims_of
+from trunkline.distributed.mesh import REPLICA_AXES, SEQUENCE_AXES, ParallelDims, flatten_axes, parallel_dims_of
 from trunkline.distributed.state_dict import full_state_dict
-from trunkline.train.build_model import resolve_device
 from trunkline.train.recipe import Recipe
 from trunkline.train.settings import RecipeError
+from trunkline.utils.devices import parse_device
 
 # Timeout of collectives during steps: so many times the seconds of a step, and at least so long.
 _TIMEOUT_STEPS, _MIN_TIMEOUT = 20, timedelta(minutes=3)
@@ -145,17 +145,13 @@ class World:
         return empty_model, {name: x.to(dtype) if x.is_floating_point() else x for name, x in state_dict.items()}
 
 
+@failure.guard()
 def join(recipe: Recipe) -> World:
     """Join the other processes of the run, if torchrun has started several.
 
     Raises:
         ValueError: `ranks` asks for several processes, and there is one; or does not make up their number.
     """
-    with failure.guard():
-        return _join(recipe)
-
-
-def _join(recipe: Recipe) -> World:
     ranks = recipe.ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asked = (ranks.dp or 1) * ranks.sp * ranks.cp * ranks.tp
@@ -173,7 +169,7 @@ def _join(recipe: Recipe) -> World:
             f"device: '{recipe.device}' names one device, and there are {world_size} processes, each with its own: set "
             "device to cuda."
         )
-    resolve_device(recipe.device)
+    parse_device(recipe.device)
     device_type = {"auto": None, "cpu": "cpu"}.get(recipe.device, "cuda")
     mesh = trunkline.init_mesh(dp=ranks.dp, sp=ranks.sp, cp=ranks.cp, tp=ranks.tp,
                                device_type=device_type, timeout=_LONG_TIMEOUT)  # fmt: skip
@@ -211,8 +207,6 @@ def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> fl
 
 
 def _groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    from trunkline.distributed.mesh import REPLICA_AXES, SEQUENCE_AXES, flatten_axes
-
     axes = mesh.mesh_dim_names or ()
     world = dist.group.WORLD
     assert world is not None
