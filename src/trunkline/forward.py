@@ -189,7 +189,7 @@ class StreamedForward:
             nonlocal given
             if model.training:
                 raise ValueError("a cache is filled in training mode, with dropout on: call model.eval() before.")
-            if not cache.belongs_to(tiers):
+            if cache.tiers is not tiers:
                 raise ValueError("this cache is another model's, or of other settings of stream(): prefill it anew.")
             given = _last_token_again(given, cache) if again else given
             new_tokens.append(cache_inputs.read_new_tokens(given, type(model).__name__, self._num_embeddings, cache))
@@ -203,8 +203,7 @@ class StreamedForward:
         self.decoder.begin()
         with self.ranks.guard(), self.decoder.lock, self.decoder.unsharded(None):
             probe.check_length(self.decoder, new_tokens[0].batch.last_position)
-            spans = cache.attention_spans
-            return extend(self.decoder, self.config, tiers, self.ranks, replay, spans, cache, new_tokens[0])
+            return extend(self.decoder, self.config, self.ranks, replay, cache, new_tokens[0])
 
     def new_cache(self) -> StreamedCache:
         """Return an empty cache for this model."""

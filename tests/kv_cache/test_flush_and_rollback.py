@@ -110,7 +110,7 @@ def test_bytes_are_counted_once_after_failures(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(ScratchFile, "read", broken)
         with pytest.raises(TierError, match="a read that fails"):
-            segment.single_chunk(0).__enter__()
+            segment.lend(0, segment.chunks[0]).__enter__()
     assert held() == cache.nbytes
 
     def without_memory(form: chunked_sequence.TensorSpec) -> Tensor:

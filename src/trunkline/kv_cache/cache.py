@@ -16,9 +16,9 @@ from trunkline.attention.mask import AttentionSpan
 from trunkline.chunking import Chunk, zigzag
 from trunkline.engine.documents import Starts
 from trunkline.engine.ranks import padded_length
-from trunkline.kv_cache.budget import bytes_to_move, no_room_message
+from trunkline.kv_cache.budget import ADVICE, bytes_to_move, make_stores, no_room_message
 from trunkline.kv_cache.hf_cache import HFCacheInterface
-from trunkline.kv_cache.segment import ADVICE, KVSegment, SegmentView, make_stores, read_bytes
+from trunkline.kv_cache.segment import KVSegment, SegmentView, read_bytes
 from trunkline.kv_cache.writers import DecodeBuffer
 from trunkline.offload.placement import StoreRequest
 from trunkline.offload.storage import TierError
@@ -26,10 +26,6 @@ from trunkline.offload.stores import Stores, Tiers
 
 DECODE_BUFFER_TOKENS = 256  # decoded tokens that are written in place on the device before they are flushed
 _MARGIN = 32  # tokens before a window that stay, so that candidates which decoding rejects can be forgotten again
-_COPIED = (
-    "length", "documents", "logits", "next_positions", "token_bytes", "attention_spans", "spare_bytes",
-    "max_merged_tokens", "_batch",
-)  # fmt: skip
 
 
 class StreamedCache(HFCacheInterface):
@@ -95,18 +91,13 @@ class StreamedCache(HFCacheInterface):
         self._positions = [torch.cat(parts, 1)] if len(parts) > 1 else parts
         return self._positions[0] if parts else torch.zeros(self._batch, 0, dtype=torch.long)
 
-    def belongs_to(self, tiers: Tiers) -> bool:
-        """Return True if the cache was created in this `Tiers` object."""
-        return self.tiers is tiers
-
     # -- copies that share memory --------------------------------------------------------------------------------------
 
     def fork(self) -> StreamedCache:
         """Return another cache of the same tokens, to be continued independently; segments are shared."""
+        buffer = self._copy_decode_buffer()
         new = StreamedCache(self.tiers, self._num_layers, self.part)
-        new.decode_buffer = self._copy_decode_buffer()
-        for name in _COPIED:
-            setattr(new, name, getattr(self, name))
+        new.__dict__ |= {**self.__dict__, "decode_buffer": buffer, "_is_recording": False}
         new.segments, new._ids, new._positions = list(self.segments), list(self._ids), list(self._positions)
         for view in new.segments:
             view.segment.owners.add(new)
@@ -125,8 +116,7 @@ class StreamedCache(HFCacheInterface):
         self.decode_buffer = None
         return None
 
-    def __copy__(self) -> StreamedCache:
-        return self.fork()
+    __copy__ = fork
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamedCache:
         """Return a fork: shared segments never change. Transformers reuses a prefix by deep copies."""
@@ -244,8 +234,6 @@ class StreamedCache(HFCacheInterface):
             self.segments.pop()
             each.close()
         self.append_segment(segment)
-        if self.tiers.limited:
-            segment.stores.limit_transient(read_bytes(segment, self.token_bytes))
         buffer.reset(buffer.stop)
         buffer.num_flushes += 1
 
@@ -279,7 +267,7 @@ class StreamedCache(HFCacheInterface):
         with stores.close_on_error():
             for layer in layers:
                 with contextlib.ExitStack() as stack:
-                    parts = [stack.enter_context(segment.single_chunk(layer)) for segment in merged]
+                    parts = [stack.enter_context(segment.lend(layer, segment.chunks[0])) for segment in merged]
                     parts.append(self.local_decoded(layer))
                     k, v = (torch.cat([part[i] for part in parts], 2) for i in range(2))
                     del parts  # fetched chunks are given up before the next layer's are fetched
@@ -307,6 +295,8 @@ class StreamedCache(HFCacheInterface):
         """
         segment.owners.add(self)
         self.segments.append(SegmentView(segment, segment.stop, rows))
+        if self.tiers.limited:  # from now on it is only read
+            segment.stores.limit_transient(read_bytes(segment, self.token_bytes))
 
     def commit(
         self,

@@ -99,8 +99,7 @@ def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: St
     read = _continued if cache.length else _first_tokens
     starts, positions = read(given, ids_BS, padding, cache)
     following = torch.tensor([[count - 1]]) if positions is None else positions[:, -1:]
-    batch = Batch(ids_BS, positions, documents=starts)
-    return NewTokens(batch, starts, following + 1, min(keep, count))
+    return NewTokens(Batch(ids_BS, positions, documents=starts), following + 1, min(keep, count))
 
 
 def _padding(mask: Any, ids_BS: Tensor, cache: StreamedCache) -> list[int] | None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trunkline.attention.kernel_base import Kernel
 from trunkline.attention.kernels import resolve
 from trunkline.attention.kv_spans import GatheredSpans, KVSpan, max_keys
 from trunkline.attention.kv_store import KVPair
@@ -35,7 +34,6 @@ class CacheForward:
         offset: position of the first new token.
         chunks: this rank's rows of the new tokens' chunks, in their own numbering.
         row_masks: for each layer, the mask of each row of the batch, or one for all rows.
-        batch: rows.
         kernel: a kernel's name, or `auto`.
         ranks: share the sequence.
         part: (rank, size) of the ranks that hold parts of the cache while each rank has all new tokens: each attends
@@ -52,7 +50,6 @@ class CacheForward:
         offset: int,
         chunks: list[Chunk],
         row_masks: Sequence[Sequence[RowMask]],
-        batch: int,
         kernel: str,
         ranks: Ranks,
         part: tuple[int, int],
@@ -60,56 +57,19 @@ class CacheForward:
         prefetch: int | None,
     ) -> None:
         self.segments, self.writer, self.offset, self.chunks = segments, writer, offset, chunks
-        self.row_masks, self.batch, self.kernel, self.ranks, self.part = row_masks, batch, kernel, ranks, part
+        self.row_masks, self.kernel, self.ranks, self.part = row_masks, kernel, ranks, part
         gather = ranks.kv_gather
         self.size, self.rank = (1, 0) if gather is None else (gather.size, gather.rank)
         layers = range(len(row_masks))
+        self._gathered = [] if gather is None else [GatheredSpans(gather) for _ in layers]
         order = [(i, chunk) for chunk in chunks for i in layers] if by_chunk else itertools.product(layers, chunks)
         self.feed = KVFeed((x for layer, chunk in order for x in self._streamed_order(layer, chunk)), prefetch)
 
-    def core(self, layer: int) -> CachedCore:
-        """Return the attention of a layer."""
-        return CachedCore(self, layer)
-
-    def first_key(self, layer: int, chunk: Chunk) -> int:
-        """Return the position of the first key that any row of a chunk sees."""
-        return min(mask.first_key(self.start(chunk)) for mask in self.row_masks[layer])
-
-    def start(self, chunk: Chunk) -> int:
-        """Return the position of the first token of a chunk, over all ranks."""
-        return self.offset + chunk.start * self.size
-
-    def queries(self, chunk: Chunk) -> Sequence[Range]:
-        """Return the position ranges of this rank's rows of a chunk."""
-        start = self.start(chunk)
-        return zigzag(Chunk(0, start, start + len(chunk) * self.size), self.rank, self.size).ranges
-
-    def _streamed_order(self, layer: int, chunk: Chunk) -> Iterator[StoredChunk]:
-        first_key = self.first_key(layer, chunk)
-        for view in self.segments:
-            yield from view.segment.streamed_order(layer, first_key, view.stop)
-        yield from self.writer.streamed_order(layer, first_key, chunk)
-
-
-class CachedCore:
-    """Attention of one layer in one forward over a cache; chunks come in ascending order.
-
-    Args:
-        forward_state: the forward.
-        layer: the layer.
-    """
-
-    def __init__(self, forward_state: CacheForward, layer: int) -> None:
-        self._state, self._layer = forward_state, layer
-        self._row_masks = forward_state.row_masks[layer]
-        self._kernel: Kernel | None = None
-        gather = forward_state.ranks.kv_gather
-        self._gathered = None if gather is None else GatheredSpans(gather)
-
-    def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Compute the attention of one chunk, and store its keys and values.
+    def attend(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """Compute the attention of a layer on one chunk, and store its keys and values; chunks come in order.
 
         Args:
+            layer: the layer.
             chunk: the chunk.
             q: its queries (B, H, C, D).
             k: its keys (B, K, C, D).
@@ -119,69 +79,77 @@ class CachedCore:
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
-        state, layer = self._state, self._layer
-        if self._kernel is None:
-            self._kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], state.kernel, softcap=scoring.softcap)
-        dtype = self._kernel.compute_dtype(k.dtype)
+        kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], self.kernel, softcap=scoring.softcap)
+        dtype = kernel.compute_dtype(k.dtype)
         # Contiguous by head, not by token as layers return them: decoding reads them in two thirds of the time.
         own = k.to(dtype).contiguous(), v.to(dtype).contiguous()
-        state.writer.append(layer, chunk, own)
+        self.writer.append(layer, chunk, own)
+        if self._gathered:
+            spans = self._gathered_spans(layer, chunk, own)
+        else:
+            bottom_right = kernel.bottom_right or len(chunk) == 1
+            spans = self._spans(layer, chunk, own, max_keys(q, len(chunk)), bottom_right=bottom_right)
         o, _ = attend_spans(
-            q.to(dtype), self._spans(chunk, q, own), self._kernel, state.queries(chunk), self._row_masks,
+            q.to(dtype), spans, kernel, self._queries(chunk), self.row_masks[layer],
             scoring=scoring, pack_queries=True,
-            by_row=any(view.rows is not None for view in state.segments),
-            merge_ranks=state.ranks.merge_attention if state.part[1] > 1 else None, value_dim=v.shape[-1],
+            by_row=any(view.rows is not None for view in self.segments),
+            merge_ranks=self.ranks.merge_attention if self.part[1] > 1 else None, value_dim=v.shape[-1],
         )  # fmt: skip
-        if chunk.index + 1 < len(state.chunks):
-            state.writer.drop_before(layer, state.first_key(layer, state.chunks[chunk.index + 1]))
+        if chunk.index + 1 < len(self.chunks):
+            self.writer.drop_before(layer, self._first_key(layer, self.chunks[chunk.index + 1]))
         return o.to(q.dtype)
 
-    def _spans(self, chunk: Chunk, q: Tensor, own: KVPair) -> Iterator[KVSpan]:
-        """Yield the keys and values that a chunk attends to on this rank: the cache's, then the new."""
-        assert self._kernel is not None
-        state, layer = self._state, self._layer
-        if self._gathered is not None:
-            yield from self._gathered_spans(chunk, own)
-            return
-        first_key, longest = state.first_key(layer, chunk), max_keys(q, len(chunk))
-        for view in state.segments:
-            if state.part[1] > 1:
-                for span in view.segment.chunk_spans(layer, first_key, view.stop, state.feed):
-                    yield from (replace(run, rows=view.rows) for run in _runs(span, *state.part))
-            else:
-                for span in view.segment.spans(layer, first_key, view.stop, state.feed, longest):
-                    yield replace(span, rows=view.rows)
-        if state.part[0] == 0:  # every rank has the new tokens: only the first attends to them
-            bottom_right = self._kernel.bottom_right or len(chunk) == 1
-            yield from state.writer.spans(layer, first_key, chunk, own, state.feed, longest, bottom_right=bottom_right)
+    def _first_key(self, layer: int, chunk: Chunk) -> int:
+        """Return the position of the first key that any row of a chunk sees."""
+        return min(mask.first_key(self._start(chunk)) for mask in self.row_masks[layer])
 
-    def _gathered_spans(self, chunk: Chunk, own: KVPair) -> Iterator[KVSpan]:
+    def _start(self, chunk: Chunk) -> int:
+        """Return the position of the first token of a chunk, over all ranks."""
+        return self.offset + chunk.start * self.size
+
+    def _queries(self, chunk: Chunk) -> Sequence[Range]:
+        """Return the position ranges of this rank's rows of a chunk."""
+        start = self._start(chunk)
+        return zigzag(Chunk(0, start, start + len(chunk) * self.size), self.rank, self.size).ranges
+
+    def _streamed_order(self, layer: int, chunk: Chunk) -> Iterator[StoredChunk]:
+        first_key = self._first_key(layer, chunk)
+        for view in self.segments:
+            yield from view.segment.streamed_order(layer, first_key, view.stop)
+        yield from self.writer.streamed_order(layer, first_key, chunk)
+
+    def _spans(self, layer: int, chunk: Chunk, own: KVPair, longest: int, *, bottom_right: bool) -> Iterator[KVSpan]:
+        """Yield the keys and values that a chunk attends to on this rank: the cache's, then the new."""
+        first_key = self._first_key(layer, chunk)
+        for view in self.segments:
+            if self.part[1] > 1:
+                for span in view.segment.chunk_spans(layer, first_key, view.stop, self.feed):
+                    yield from (replace(run, rows=view.rows) for run in _runs(span, *self.part))
+            else:
+                for span in view.segment.spans(layer, first_key, view.stop, self.feed, longest):
+                    yield replace(span, rows=view.rows)
+        if self.part[0] == 0:  # every rank has the new tokens: only the first attends to them
+            yield from self.writer.spans(layer, first_key, chunk, own, self.feed, longest, bottom_right=bottom_right)
+
+    def _gathered_spans(self, layer: int, chunk: Chunk, own: KVPair) -> Iterator[KVSpan]:
         """Yield the same where ranks hold parts of all keys: gathered from all ranks, chunk by chunk."""
-        assert self._gathered is not None
-        state, layer = self._state, self._layer
 
         def earlier(chunk: Chunk) -> Iterator[KVSpan]:
-            first_key = state.first_key(layer, chunk)
-            for view in state.segments:
-                for span in view.segment.chunk_spans(layer, first_key, view.stop, state.feed):
+            first_key = self._first_key(layer, chunk)
+            for view in self.segments:
+                for span in view.segment.chunk_spans(layer, first_key, view.stop, self.feed):
                     yield replace(span, rows=view.rows)
-            assert isinstance(state.writer, SegmentWriter), "decoded tokens are on every rank, and never gathered"
-            yield from state.writer.chunk_spans(layer, first_key, chunk, state.feed)
+            assert isinstance(self.writer, SegmentWriter), "decoded tokens are on every rank, and never gathered"
+            yield from self.writer.chunk_spans(layer, first_key, chunk, self.feed)
 
-        following = state.chunks[chunk.index + 1] if chunk.index + 1 < len(state.chunks) else None
+        following = self.chunks[chunk.index + 1] if chunk.index + 1 < len(self.chunks) else None
         # Padding in the chunk's own keys stays: its rows of padding attend to it, and no other row sees it.
-        for span in self._gathered.of_chunk(chunk, KVSpan(*own, state.start(chunk)), earlier, following):
+        for span in self._gathered[layer].of_chunk(chunk, KVSpan(*own, self._start(chunk)), earlier, following):
             yield span.without_padding()
 
 
 def _runs(span: KVSpan, rank: int, size: int) -> Iterator[KVSpan]:
-    """Cut a rank's part of a chunk into runs of consecutive tokens, without padding.
-
-    Args:
-        span: the rank's keys and values, with the positions of the whole chunk.
-        rank: the rank.
-        size: number of ranks that hold parts.
-    """
+    """Cut a rank's part of a chunk into runs of consecutive tokens, without padding; the span's positions are whole."""
     assert span.first is not None
     assert span.stop is not None
     at = 0

@@ -7,28 +7,26 @@ begins, as in training: keys and values that leave the device, and parameters th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from trunkline.attention.mask import AttentionSpan
 from trunkline.chunking import Chunk, split
 from trunkline.config import StreamConfig
 from trunkline.engine import sweeps
 from trunkline.engine.batch import Batch
 from trunkline.engine.decoder import Decoder
-from trunkline.engine.documents import Starts
 from trunkline.engine.ranks import Ranks, padded_length
 from trunkline.engine.replay import ReplayContext
 from trunkline.engine.step import StepState
 from trunkline.kv_cache.cache import StreamedCache
 from trunkline.kv_cache.cached_attention import CacheForward
-from trunkline.kv_cache.segment import max_chunk_bytes, read_bytes
+from trunkline.kv_cache.segment import max_chunk_bytes
 from trunkline.kv_cache.segment_placement import hidden_bytes, kv_token_bytes, new_segment, spare_after
 from trunkline.kv_cache.writers import DecodeBuffer, SegmentWriter
-from trunkline.offload.stores import Stores, Tiers
+from trunkline.offload.stores import Stores
 
 _MAX_PREFETCH = 8  # chunks of keys that decoding has on the device at a time: more are no faster
 
@@ -38,14 +36,12 @@ class NewTokens:
     """New tokens over a cache.
 
     Attributes:
-        batch: ids and positions.
-        documents: positions of the first tokens of documents in the whole sequence, for each row or once for all rows.
+        batch: ids and positions; its documents are those of the whole sequence.
         next_positions: position ids of the token after the last, (1, 1) or (B, 1).
         logits_to_keep: last positions whose logits are returned.
     """
 
     batch: Batch
-    documents: tuple[Starts, ...]
     next_positions: Tensor
     logits_to_keep: int = 1
 
@@ -53,10 +49,8 @@ class NewTokens:
 def extend(
     decoder: Decoder,
     config: StreamConfig,
-    tiers: Tiers,
     ranks: Ranks,
     replay: ReplayContext,
-    attention_spans: Sequence[AttentionSpan],
     cache: StreamedCache,
     new: NewTokens,
 ) -> Tensor:
@@ -65,10 +59,8 @@ def extend(
     Args:
         decoder: the model, with the parameters outside its layers unsharded.
         config: settings of `stream`.
-        tiers: of the model.
         ranks: share the sequence.
         replay: random state, autocast and kernels of the forward.
-        attention_spans: attention span of each layer.
         cache: of this model.
         new: the new tokens.
 
@@ -94,18 +86,19 @@ def extend(
         ranks=ranks,
         chunks=[ranks.local_tokens(chunk) for chunk in chunks],
         rows=rows,
-        attention_spans=attention_spans,
-        stores=Stores(tiers),
+        attention_spans=cache.attention_spans,
+        stores=Stores(cache.tiers),
     )
     total = cache.length + count
-    masks = {span: span.row_masks(new.documents, total) for span in set(attention_spans)}
-    row_masks = [masks[span] for span in attention_spans]
+    masks = {span: span.row_masks(new.batch.documents, total) for span in set(cache.attention_spans)}
+    row_masks = [masks[span] for span in cache.attention_spans]
+    limited = cache.tiers.limited
     with replay.restored(), decoder.streamed_attention(), torch.no_grad():
         cache.expand_rows(len(new.batch.input_ids_BS))
-        if tiers.limited and not cache.token_bytes:
+        if limited and not cache.token_bytes:
             cache.token_bytes = kv_token_bytes(state)
             cache.spare_bytes = spare_after(state, cache, 0, hidden_bytes(state))
-        by_chunk = len(chunks) == 1 or not (tiers.limited or ranks.size > 1 or decoder.is_sharded)
+        by_chunk = len(chunks) == 1 or not (limited or ranks.size > 1 or decoder.is_sharded)
         if in_place:
             writer: SegmentWriter | DecodeBuffer = cache.decode_buffer_for(count)
         else:
@@ -117,7 +110,6 @@ def extend(
             offset=cache.length,
             chunks=rows,
             row_masks=row_masks,
-            batch=len(new.batch.input_ids_BS),
             kernel=config.attn_kernel,
             ranks=ranks,
             part=cache.part if in_place else (0, 1),
@@ -131,20 +123,18 @@ def extend(
             logits = decoder.head(x_BTE)
         if isinstance(writer, SegmentWriter):
             writer.end_layer()
-            if tiers.limited:
-                writer.segment.stores.limit_transient(read_bytes(writer.segment, cache.token_bytes))
             cache.append_segment(writer.segment)
         else:
             writer.commit()
         positions = new.batch.positions(Chunk(0, 0, count))
-        cache.commit(total, new.documents, new.next_positions, logits, new.batch.input_ids_BS, positions)
+        cache.commit(total, new.batch.documents, new.next_positions, logits, new.batch.input_ids_BS, positions)
     return logits
 
 
 def _by_chunk(state: StepState, extension: CacheForward, keep: int) -> Tensor:
     """Run each chunk through all layers; return the last hidden states (B, keep, E)."""
     layers = range(state.decoder.num_layers)
-    cores, states = [extension.core(layer) for layer in layers], []
+    states = []
     for chunk in state.chunks:
         state.report("embed", -1, chunk.index, len(state.chunks))
         state.replay.seed(-1, chunk.index)
@@ -153,7 +143,7 @@ def _by_chunk(state: StepState, extension: CacheForward, keep: int) -> Tensor:
                 state.report("forward", layer, chunk.index, len(state.chunks))
                 following = layer + 1 if layer + 1 < len(layers) else None
                 with state.decoder.unsharded(layer, following=following):
-                    attention = state.attention(layer, chunk, cores[layer].forward)
+                    attention = state.attention(layer, chunk, partial(extension.attend, layer))
                     x_BCE = state.decoder.layer(layer, x_BCE, state.batch, chunk, attention)
         if _is_kept(state, chunk, keep):
             states.append(state.ranks.gather_tokens(x_BCE))
@@ -168,7 +158,7 @@ def _by_layer(state: StepState, extension: CacheForward, keep: int) -> Tensor:
         outputs = state.sequence(state.layout.input(layer + 1))
         with state.decoder.unsharded(layer, following=layer + 1 if layer + 1 < num_layers else None):
             inputs = state.read_inputs(layer, take=True)
-            state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, extension.core(layer).forward))
+            state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, partial(extension.attend, layer)))
             inputs.release()
         state.inputs.append(outputs)
     kept = [chunk.index for chunk in state.chunks if _is_kept(state, chunk, keep)]

@@ -52,9 +52,7 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         """Return -1: there is no limit."""
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return -1: there is no limit."""
-        return -1
+    get_max_cache_shape = get_max_length  # its name in earlier transformers
 
     def __len__(self) -> int:
         return self._num_layers
@@ -74,20 +72,8 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
         """True if it holds tokens."""
         return self.length > 0
 
-    @property
-    def is_sliding(self) -> list[bool]:
-        """False for each layer: transformers must make no window masks, since Trunkline makes its own."""
-        return [False] * self._num_layers
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """False for each layer: none has linear attention."""
-        return [False] * self._num_layers
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """False for each layer: all have keys and values."""
-        return [False] * self._num_layers
+    # transformers must make no window masks, since Trunkline makes its own; every layer has keys and values.
+    is_sliding = is_linear = is_dummy = property(lambda self: [False] * self._num_layers)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse: layers of a streamed model do not call it, and layers of another model must not.

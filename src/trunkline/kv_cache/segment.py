@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trunkline.attention.kv_spans import KVSpan
 from trunkline.attention.kv_store import KVPair, KVStore
 from trunkline.attention.mask import Range
 from trunkline.chunking import Chunk, spans
 from trunkline.offload.chunked_sequence import ChunkedSequence, Reader, prefetch_more, read_next
-from trunkline.offload.placement import FitHints, StoreRequest
-from trunkline.offload.stores import Stores, Tiers
-
-ADVICE = FitHints(less="a shorter input or a smaller batch")
+from trunkline.offload.stores import Stores
 
 StoredChunk = tuple[int, tuple[ChunkedSequence, ...]]  # index of a streamed chunk; its sequences of keys and of values
 Buffered = tuple[KVStore, int]  # a store, and the number of chunks, counted from the first, in its buffers
@@ -112,15 +112,24 @@ class KVSegment:
         return all(count == len(self.chunks) for count in self.num_dropped)
 
     @contextlib.contextmanager
-    def single_chunk(self, layer: int) -> Iterator[KVPair]:
-        """Lend the keys and values of a layer for the duration of a `with`; the segment must be one streamed chunk."""
-        readers = [sequence.read([0]) for sequence in self.kv[layer].sequences]
-        try:
-            k, v = read_next(readers)
-            yield k, v
-        finally:
-            for reader in readers:
-                reader.cancel()
+    def lend(self, layer: int, chunk: Chunk) -> Iterator[KVPair]:
+        """Lend the keys and values of a chunk for the duration of a `with`; buffers are reused after it."""
+        store, count = self._resident(layer)
+        if chunk.index < count:
+            yield store.view(chunk.start, chunk.stop)
+            return
+        with KVFeed(iter([(chunk.index, store.sequences)])) as feed:
+            yield next(feed)
+
+    def to_host(self, chunk: Chunk) -> dict[str, Tensor]:
+        """Copy a chunk to the CPU: `k.0`, `v.0`, `k.1`, …; layers that dropped it are left out."""
+        tensors: dict[str, Tensor] = {}
+        for layer, num_dropped in enumerate(self.num_dropped):
+            if chunk.index >= num_dropped:
+                with self.lend(layer, chunk) as pair:
+                    for kind, x in zip("kv", pair, strict=True):
+                        tensors[f"{kind}.{layer}"] = x.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return tensors
 
     def close(self) -> None:
         """Drop all chunks, after the only cache of this segment has copied them to another segment."""
@@ -210,38 +219,6 @@ class SegmentView:
     segment: KVSegment
     stop: int
     rows: tuple[int, ...] | None = None
-
-
-def make_stores(
-    tiers: Tiers, batch: int, chunks: Sequence[Chunk], token_bytes: Sequence[Sequence[int]],
-    num_dropped: Sequence[int], spare_bytes: Sequence[int],
-) -> Stores:  # fmt: skip
-    """Place the stores of a segment whose tokens exist already.
-
-    Args:
-        tiers: of the model.
-        batch: rows.
-        chunks: of the segment.
-        token_bytes: for each layer, bytes of a token's keys and of its values, in one row.
-        num_dropped: for each layer, chunks that it goes without, counted from the first.
-        spare_bytes: device bytes to leave free, in order of preference; the first that fits is taken.
-
-    Raises:
-        ValueError: the segment does not fit in the budgets.
-    """
-    if not tiers.limited:
-        return Stores(tiers)
-    transit = num_transit_buffers(tiers.prefetch)
-    requests = []
-    for layer, pair in enumerate(token_bytes):
-        counts = [0 if chunk.index < num_dropped[layer] else len(chunk) * batch for chunk in chunks]
-        sizes = tuple(tuple(count * nbytes for count in counts) for nbytes in pair)
-        requests.append(StoreRequest((f"k {layer}", f"v {layer}"), sizes, "kv", transit, 0, persistent=True))
-    *preferred, last = spare_bytes
-    for spare in preferred:
-        with contextlib.suppress(ValueError):
-            return Stores(tiers, tiers.place(requests, ADVICE, headroom=spare))
-    return Stores(tiers, tiers.place(requests, ADVICE, headroom=last))
 
 
 def read_bytes(segment: KVSegment, token_bytes: Sequence[Sequence[int]]) -> int:

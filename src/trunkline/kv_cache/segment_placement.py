@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from trunkline.attention.kv_store import KVStore
@@ -12,7 +10,7 @@ from trunkline.attention.mask import Range, RowMask
 from trunkline.engine.memory_layout import BytesPerToken, advice_on
 from trunkline.engine.setup import measure_token, probe_token
 from trunkline.engine.step import StepState
-from trunkline.kv_cache.budget import bytes_to_continue, bytes_to_decode, no_room_message
+from trunkline.kv_cache.budget import bytes_to_continue, bytes_to_decode, place_leaving
 from trunkline.kv_cache.cache import StreamedCache
 from trunkline.kv_cache.segment import KVSegment, num_transit_buffers, read_bytes
 from trunkline.kv_cache.writers import SegmentWriter
@@ -48,7 +46,7 @@ def new_segment(state: StepState, cache: StreamedCache, row_masks: Sequence[Sequ
     held = [_num_live(state, ranges, row_masks[i], margin) if i in windowed else count for i in layers]
     limited, num_working = state.stores.tiers.limited, 0
     if limited:
-        placement = _place(state, cache, _Layers(held, windowed))
+        placement = _place(state, cache, held, windowed)
         state.stores = Stores(state.stores.tiers, placement)
         num_working = state.stores.num_resident(("lk", "lv"), count) if len(windowed) < len(layers) else 0
     stores = state.stores
@@ -79,14 +77,6 @@ def _num_live(state: StepState, ranges: list[Range], masks: Sequence[RowMask], m
     return min(most + (state.ranks.kv_gather is not None), len(ranges))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layers:
-    """Number of chunks that each layer holds at a time, and the indices of layers with a sliding window."""
-
-    held: list[int]
-    windowed: frozenset[int]
-
-
 def spare_after(state: StepState, cache: StreamedCache, longest: int, hidden: int) -> int:
     """Return the device bytes to leave free for later tokens; see `bytes_to_continue`.
 
@@ -105,44 +95,36 @@ def hidden_bytes(state: StepState) -> int:
     return probe_token(state, differentiable=False).nbytes
 
 
-def _place(state: StepState, cache: StreamedCache, layers: _Layers) -> Placement:
+def _place(state: StepState, cache: StreamedCache, held: list[int], windowed: frozenset[int]) -> Placement:
     """Place the stores so that the device keeps room for another prompt, or at least for decoding."""
-    tiers, advice = (
-        state.stores.tiers,
-        advice_on(state.config, state.stores.tiers, len(state.chunks[0]) * state.ranks.size),
-    )
+    tiers = state.stores.tiers
+    advice = advice_on(state.config, tiers, len(state.chunks[0]) * state.ranks.size)
     longest, hidden = max(map(len, state.rows)), hidden_bytes(state)
-    requests = _requests(state, cache, layers, hidden)
+    requests = _requests(state, cache, held, windowed, hidden)
     least = bytes_to_decode(cache, len(state.batch.input_ids_BS), longest)
-    for spare in (spare_after(state, cache, longest, hidden), least):
-        with contextlib.suppress(ValueError):
-            placement = tiers.place(requests, advice, headroom=spare)
-            cache.spare_bytes = spare
-            return placement
-    tiers.place(requests, advice)  # raises the error that names the tier, unless only `least` is lacking
-    raise ValueError(no_room_message(least))
+    spare = spare_after(state, cache, longest, hidden), least
+    placement, cache.spare_bytes = place_leaving(tiers, requests, advice, spare)
+    return placement
 
 
-def _requests(state: StepState, cache: StreamedCache, layers: _Layers, hidden: int) -> list[StoreRequest]:
+def _requests(
+    state: StepState, cache: StreamedCache, held: list[int], windowed: frozenset[int], hidden: int
+) -> list[StoreRequest]:
     """Return the store requests of a prefill: buffers of the current layer, hidden states, keys and values.
 
-    Args:
-        state: step of the new tokens.
-        cache: the cache that they extend.
-        layers: their held chunks and windows.
-        hidden: bytes of a token's hidden state, in one row.
+    Each layer holds `held` chunks at a time; a token's hidden state has `hidden` bytes in one row.
     """
     prefetch, batch = state.stores.prefetch, len(state.batch.input_ids_BS)
     both = num_transit_buffers(prefetch)
     widest = [max(widths[which] for widths in cache.token_bytes) * batch for which in (0, 1)]
     requests = list[StoreRequest]()
-    if len(layers.windowed) < len(layers.held):
+    if len(windowed) < len(held):
         sizes = tuple(tuple(len(chunk) * width for chunk in state.rows) for width in widest)
         requests.append(StoreRequest(("lk", "lv"), sizes, "live", 0, 0, persistent=False, resident_only=("lk", "lv")))
     states = tuple(len(chunk) * batch * hidden for chunk in state.chunks)
     requests += [StoreRequest((f"pass {i}",), (states,), "pass", both, 0, persistent=False) for i in range(2)]
     for layer, widths in enumerate(cache.token_bytes):
-        counts = [len(chunk) * batch if chunk.index < layers.held[layer] else 0 for chunk in state.rows]
+        counts = [len(chunk) * batch if chunk.index < held[layer] else 0 for chunk in state.rows]
         kv = tuple(tuple(count * width for count in counts) for width in widths)
         requests.append(StoreRequest((f"k {layer}", f"v {layer}"), kv, "kv", both, 0, persistent=True))
     if cache.segments:  # they are read while new keys and values move, too
