@@ -153,7 +153,7 @@ def test_lengths_beyond_the_positions_of_the_model_are_noted(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "4X"], "--lengths 4X: '4X' is no number of tokens"),
+        (["--lengths", "4X"], "--lengths 4X: '4X' is not a number of tokens"),
         (["--lengths", "256"], "--lengths: 256 tokens are too short for task"),
         (
             ["--tasks", "needle", "--lengths", "256"],
