@@ -23,7 +23,10 @@ CollectiveKind = Literal["all_to_all", "all_gather", "reduce_scatter", "all_redu
 
 
 def gather_small(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Gather a small tensor (n,) from every rank of a group (None for all ranks of the job): (ranks, n)."""
+    """Gather a small tensor (n,) from every rank of a group (None for all ranks of the job): (ranks, n).
+
+    All ranks of the group call it, with tensors of one size and dtype on the group's kind of device.
+    """
     out = x.new_empty(dist.get_world_size(group) * len(x))
     _all_gather(out, x, group=group)
     return out.view(-1, len(x))
@@ -42,11 +45,13 @@ def join_rows(parts: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Collectives(ABC):
-    """Collectives of a group of ranks, real or simulated.
+    """Collectives of a group of ranks, real or simulated. All ranks of the group call them in the same order.
+
+    They are not differentiable, and sum in the dtype of their argument.
 
     Args:
-        size: number of ranks.
-        rank: index of this rank.
+        size: number of ranks in the group.
+        rank: index of this rank in the group.
         traffic: counters; every collective adds the bytes that this rank sends.
     """
 
@@ -62,11 +67,11 @@ class Collectives(ABC):
         return self._send("all_gather", part.new_empty(self.size, *part.shape), part, part.nbytes * (self.size - 1))
 
     def reduce_scatter(self, parts: Tensor) -> Pending[Tensor]:
-        """Start to sum parts (size, n) over ranks; the result is this rank's part, (n,)."""
+        """Start to sum parts (size, n) over the group; the result is this rank's part of the sum, (n,)."""
         return self._send("reduce_scatter", parts.new_empty(parts.shape[1:]), parts, self._others_part(parts))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks as a new tensor."""
+        """Wait for the sum over the group, and return it as a new tensor."""
         out = x.clone()
         return self._send("all_reduce", out, out, 2 * x.nbytes * (self.size - 1) // self.size).wait()
 
@@ -84,7 +89,7 @@ class Collectives(ABC):
 
 @dataclass(slots=True)
 class PendingCollective(Pending[Tensor]):
-    """Result of a collective in flight."""
+    """Collective in flight; its first `wait` counts the seconds."""
 
     tensor: Tensor
     work: dist.Work | None

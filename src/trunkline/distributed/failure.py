@@ -51,7 +51,7 @@ class _JobState:
 
 
 def first_failure() -> str | None:
-    """Return the reason of the first rank that failed in this epoch; None if none has."""
+    """Return the reason of the first rank that failed in this epoch, this rank included; None if none has."""
     reason = _stored_reason()
     return None if reason is None else reason.removeprefix(_MAY_GO_ON)
 
@@ -62,12 +62,15 @@ def _stored_reason() -> str | None:
 
 
 def begin_epoch() -> None:
-    """Start a new epoch, in which earlier failures do not count. Call it on all ranks after a collective."""
+    """Start a new epoch, in which earlier failures do not count. All ranks call it, after a collective of all."""
     _JobState.epoch += 1
 
 
 def report(error: BaseException) -> None:
-    """Tell the other ranks that this one has failed, unless another one failed first."""
+    """Tell the other ranks that this one has failed, unless another one failed first; do nothing outside a job.
+
+    A ValueError ends no other rank: all may raise it alike and go on.
+    """
     with contextlib.suppress(*_STORE_ERRORS):
         text = str(error).strip() or "no message"
         prefix = _MAY_GO_ON if isinstance(error, ValueError) else ""
@@ -78,8 +81,14 @@ def report(error: BaseException) -> None:
 def broadcast_text(name: str, value: str | None) -> str:
     """Return a text from the one rank that gives it; the others give None and wait for it.
 
+    All ranks of the job call it, in the same order.
+
+    Args:
+        name: name of the text, equal on all ranks.
+        value: the text, on one rank; None on all others.
+
     Raises:
-        RankError: a rank failed meanwhile.
+        RankError: a rank failed before the text came.
     """
     store = distributed_c10d._get_default_store()
     key = f"trunkline/{name}/{_JobState.epoch}/{_JobState.num_broadcasts}"
@@ -95,12 +104,12 @@ def broadcast_text(name: str, value: str | None) -> str:
 
 
 def in_job() -> bool:
-    """Return whether this process has joined a process group."""
+    """Tell whether this process has joined a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def failed_first() -> bool:
-    """Return whether this rank was the first to fail; True also if the cause is unknown."""
+    """Tell whether this rank was the first to fail; True also if no failure is known."""
     with contextlib.suppress(*_STORE_ERRORS):
         reason = first_failure()
         return reason is None or reason.startswith(f"rank {dist.get_rank()} failed")
@@ -108,7 +117,7 @@ def failed_first() -> bool:
 
 
 def publish_refusal(error: BaseException) -> None:
-    """Store the reason why this rank refuses its inputs; the others read it with `refusal_of`."""
+    """Store the reason why this rank refuses its inputs; the others read it with `refusal_of` in the next epoch."""
     with contextlib.suppress(*_STORE_ERRORS):
         distributed_c10d._get_default_store().set(f"{_KEY}/{_JobState.epoch}/{dist.get_rank()}", str(error))
 
@@ -124,10 +133,13 @@ def refusal_of(rank: int) -> str:
 
 @contextlib.contextmanager
 def guard() -> Iterator[None]:
-    """Run code with collectives: report an error of this rank to the others, and raise theirs here.
+    """Run code with collectives: report this rank's error to the others, or raise another rank's error here.
+
+    This rank's own error is raised as it is. If a connection breaks, this waits up to 2 seconds for the reason of the
+    rank that failed. While a rank is in this context, `watch` may end its process.
 
     Raises:
-        RankError: another rank has failed, with its reason.
+        RankError: another rank has failed or ended; the text has its reason, if it gave one.
     """
     _JobState.depth += 1
     try:
@@ -168,7 +180,10 @@ def _reason_of_another(error: BaseException) -> str | None:
 
 
 def raise_on_sigterm() -> None:
-    """Raise RankError on SIGTERM, which torchrun sends to all processes when one has failed."""
+    """Raise RankError in the main thread on SIGTERM, which torchrun sends to all processes when one has failed.
+
+    Call it in the main thread.
+    """
 
     def raise_error(*_: object) -> None:
         raise RankError(
@@ -180,7 +195,11 @@ def raise_on_sigterm() -> None:
 
 
 def watch() -> None:
-    """Start the thread that ends this process if it waits in a collective for a rank that has failed."""
+    """Start the thread that ends this process if it waits in a collective for a rank that has failed.
+
+    It ends a process only inside `guard`, 5 seconds after the failure, and not for a ValueError. With one rank, or a
+    thread that runs already, nothing is started.
+    """
     running = _JobState.watcher is not None and _JobState.watcher.is_alive()
     if not running and dist.get_world_size() > 1:
         _JobState.watcher = threading.Thread(target=_watch, name="trunkline-failure-watch", daemon=True)

@@ -1,8 +1,8 @@
 """Parameters sharded over ranks: ZeRO by FSDP2, tensor parallelism by transformers' plan.
 
 FSDP2 shards and gathers parameters; the sweeps decide when. A sweep gathers a layer once for all its chunks, and
-reduces its gradients once, summed over chunks in fp32. FSDP2's own hooks would do both at every call of a layer, so
-they are suspended while the model is streamed.
+reduces its gradients once, summed over chunks in fp32 or wider. FSDP2's own hooks would do both at every call of a
+layer, so they are suspended while the model is streamed.
 """
 
 from __future__ import annotations
@@ -44,26 +44,28 @@ def shard(
 ) -> M:
     """Shard a model's parameters over the ranks of a mesh, in place. Call `trunkline.stream(model, mesh=mesh)` next.
 
-    Every rank must hold the same weights. Add adapters before, make the optimizer after: `shard` replaces parameters.
-    Afterwards every rank calls `save_pretrained`, and rank 0 writes.
+    All ranks call it, with the same weights. Add adapters before, make the optimizer after: `shard` replaces
+    parameters. Afterwards every rank calls `save_pretrained`, and rank 0 writes.
 
-    Along tp, transformers' own plan shards matrices. Along all other axes FSDP2 (`fully_shard`) shards parameters,
-    gradients and optimizer state, one group a layer.
+    Along tp, transformers' own plan shards matrices. Over all other axes together FSDP2 (`fully_shard`) shards
+    parameters, gradients and optimizer state, one group a layer and one for the rest. Where those axes have one rank
+    in all, this is skipped, unless `offload` is set.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one; not streamed yet.
         mesh: mesh from `init_mesh`.
-        zero: 3 gathers each layer for each sweep; 2 keeps it unsharded from forward to backward; 0 shards nothing, and
-            all-reduces gradients.
+        zero: 3 gathers each layer for each sweep; 2 keeps it unsharded from forward to backward; 0 leaves parameters
+            whole along all axes but tp, and all-reduces gradients.
         param_dtype: dtype of gathered parameters, in which the model computes; None keeps theirs.
-        reduce_dtype: dtype in which gradients are summed over ranks.
+        reduce_dtype: dtype in which gradients are summed over ranks; fp64 gradients stay in fp64.
         offload: keep parameters, gradients and optimizer state in host memory.
 
     Returns:
-        `model`.
+        `model`, on the mesh's device unless `offload` is set.
 
     Raises:
-        ValueError: a setting has no effect or no meaning here, or the ranks hold different weights.
+        ValueError: a setting has no effect or no meaning here, the degrees do not fit the model's heads, the model is
+            sharded or streamed already or has no plan for tp, or the ranks hold different weights.
     """
     base = base_model(model)
     if zero not in (0, 2, 3):
@@ -116,8 +118,12 @@ def shard(
 def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> ShardedParameters:
     """Return the parameters of a model as `shard` left them; a model that was never sharded is replicated (zero=0).
 
+    All ranks call it.
+
     Raises:
-        ValueError: `shard` was called with another mesh; the degrees do not fit the model; the weights differ.
+        ValueError: `shard` was called with another mesh, or parameters were added after it. Or a model without `shard`
+            needs it (tp above 1, or `fully_shard` by the user), has heads that the degrees do not divide, or has other
+            weights on another rank.
     """
     known: ShardedParameters | None = getattr(model, SHARDING, None)
     if known is not None:
@@ -141,11 +147,11 @@ def sharding_of(model: PreTrainedModel, mesh: DeviceMesh) -> ShardedParameters:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Accumulate gradients on each rank: the next backward outside this context reduces all of them together.
 
-    Use it for micro-batches before the last of a step. Until then every rank holds unsharded gradients in fp32. An
-    error that leaves this context drops them; `zero_grad` does not.
+    Use it for micro-batches before the last of a step. Until then every rank holds its own unsharded gradients, in fp32
+    or wider and outside `.grad`. An error that leaves this context drops them; `zero_grad` does not.
 
     Args:
-        model: a model streamed over a mesh. Other models are unchanged by this context.
+        model: a model streamed over a mesh. On another transformers model this context has no effect.
     """
     forward = base_model(model).__dict__.get("forward")
     sharding = getattr(getattr(forward, "decoder", None), "sharding", None)
@@ -210,6 +216,8 @@ class FSDPHooks:
 class ShardedParameters(ParameterStore):
     """Parameters of a model on a mesh, gathered for sweeps, and the reduction of their gradients over ranks.
 
+    All ranks of the mesh call its methods in the same order.
+
     Args:
         model: a model that `shard` has sharded, or a replicated one.
         mesh: mesh of the job.
@@ -217,7 +225,11 @@ class ShardedParameters(ParameterStore):
         reduce_dtype: dtype in which gradients are summed over ranks.
         unsharded_specs: specs of gathered parameters by name; not used for a replicated model.
         partial_grads: modules of which each tp rank computes a part of the gradient; None without tp.
-        hooks: hooks of FSDP2's units.
+        hooks: hooks of FSDP2's units; empty for a replicated model.
+
+    Attributes:
+        sync: whether a backward reduces gradients; False inside `no_sync`.
+        device: device on which this rank computes.
     """
 
     def __init__(
@@ -251,7 +263,7 @@ class ShardedParameters(ParameterStore):
         if partial_grads is not None:
             partial_grads.resume()
         self._pending_grads: dict[Parameter, Tensor] = {}  # sums of micro-batches before the last
-        self._touched: set[Parameter] = set()  # parameters that ever had a gradient on any rank
+        self._touched: set[Parameter] = set()  # parameters that ever had a gradient on any rank of `_group`
         self._prefetched: dict[int, Any] = {}  # layer to handle of its all-gather
         self._hooks = hooks
 
@@ -276,7 +288,7 @@ class ShardedParameters(ParameterStore):
         return self._other_parameters if self._sharded else parameters_outside(self._model, self._layers)
 
     def check(self) -> None:
-        """Refuse parameters that were added after `shard`.
+        """Refuse parameters that were added after `shard`; a replicated model may have some.
 
         Raises:
             ValueError: there are some, such as adapters.
@@ -377,7 +389,7 @@ class ShardedParameters(ParameterStore):
         return [self._reduce(p, total) if p in self._touched else None for p, total in pairs]
 
     def drop_pending_grads(self) -> None:
-        """Drop the gradients of micro-batches that were not reduced yet."""
+        """Drop this rank's gradients of micro-batches that were not reduced yet."""
         self._pending_grads.clear()
 
     @property
@@ -393,7 +405,10 @@ class ShardedParameters(ParameterStore):
         return pending.add_(total)
 
     def _reduce(self, parameter: Parameter, total: Tensor | None) -> Tensor:
-        """Sum a parameter's gradient over all ranks; return it sharded like the parameter. None counts as zeros."""
+        """Sum a gradient over the sharding group (dp, cp, sp), and over tp where each tp rank has a part of it.
+
+        Return it in the parameter's dtype and sharded like it. None counts as zeros.
+        """
         name = self._names.get(parameter, "")  # empty for adapters added to a replicated model
         spec = self._unsharded_specs[name] if self._sharded else UnshardedSpec.of(parameter)
         if total is None:
@@ -404,7 +419,7 @@ class ShardedParameters(ParameterStore):
         else:
             local = total
         if self._partial_grads is not None and name in self._partial_grads.parameters:
-            dist.all_reduce(local, group=self._tp)
+            dist.all_reduce(local, group=self._tp)  # before the cast: in the dtype of the sums over chunks
         if local.dtype != torch.float64:
             local = local.to(self._reduce_dtype)
         if self._sharded:

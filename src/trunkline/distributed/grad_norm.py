@@ -15,17 +15,18 @@ from trunkline.distributed import failure
 
 
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients in place so that their total norm is at most `max_norm`; equal on every rank of every mesh.
+    """Scale gradients in place so that their total norm over all ranks is at most `max_norm`.
 
     `torch.nn.utils.clip_grad_norm_` refuses gradients that are sharded along different axes, as with tensor
-    parallelism.
+    parallelism. All ranks call this one, with the same parameters.
 
     Args:
-        parameters: a model, or parameters; parameters without a gradient are skipped.
+        parameters: a model, or parameters; parameters without a gradient are skipped. Gradients that are no DTensors
+            must be equal on every rank.
         max_norm: the largest norm.
 
     Returns:
-        The norm before scaling, 0-dim, fp32 (fp64 if all gradients are).
+        The norm before scaling, equal on every rank: 0-dim, fp32 (fp64 if all gradients are).
 
     Raises:
         ValueError: `max_norm` is not above 0.
@@ -50,11 +51,13 @@ def local(x: Tensor) -> Tensor:
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Compute the norm of all gradients as one vector; each element counts once, however it is sharded.
 
+    All ranks call it, with the same gradients in the same order.
+
     Args:
         gradients: DTensors, or tensors that are equal on every rank.
 
     Returns:
-        0-dim, fp32 (fp64 if all gradients are).
+        The norm, equal on every rank: 0-dim, fp32 (fp64 if all gradients are); 0 without gradients.
     """
     squares: defaultdict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
     device: torch.device | None = None

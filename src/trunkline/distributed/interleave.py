@@ -24,7 +24,12 @@ from trunkline.engine.ranks import T
 
 
 class PausableCall(greenlet):
-    """Call in a greenlet of its own. It starts at the first `step`."""
+    """Call in a greenlet of its own. It starts at the first `step`.
+
+    Args:
+        call: the function to run.
+        device_types: device types whose autocast state is the call's own.
+    """
 
     def __init__(self, call: Callable[[], Any], device_types: Iterable[str]) -> None:
         super().__init__(call)
@@ -40,14 +45,14 @@ class PausableCall(greenlet):
             self._result = self.switch()
 
     def finish(self) -> Any:
-        """Run to the end and return the result. The result is dropped, so that its memory is the caller's to free."""
+        """Run to the end and return the result, once: the call keeps no reference to it."""
         while not self.dead:
             self.step()
         result, self._result = self._result, None
         return result
 
     def close(self) -> None:
-        """End the call where it stands, so that its `finally` blocks run."""
+        """End a paused call where it stands, so that its `finally` blocks run; do nothing before its start or after."""
         if self:  # a greenlet is true between its start and its end
             with self._own_modes():
                 self.throw(GreenletExit)
@@ -83,14 +88,17 @@ class Interleaver:
             current.parent.switch()
 
     def run_next(self) -> None:
-        """Run the call that `pipeline` yields next up to its next pause, from the backward of the present result."""
+        """Run the call that `pipeline` yields next up to its next pause, from the backward of the present result.
+
+        In another thread than the call's this does nothing.
+        """
         call = self._next
         # Autograd runs a CUDA backward in its own thread, where a greenlet of this one cannot be resumed.
         if call is not None and not call.dead and call.thread == threading.get_ident():
             call.step()
 
     def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Run calls, two at a time: whenever one pauses the other runs."""
+        """Run all calls to their ends, two at a time: whenever one pauses the other runs."""
         waiting, running = iter(calls), deque[PausableCall]()
         while True:
             call = next(waiting, None) if len(running) < 2 else None
@@ -116,7 +124,7 @@ class Interleaver:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """End all calls that started in this context, also calls left unfinished by an error.
+        """On an error, end the calls of this context that are unfinished.
 
         A forward inside a call (evaluation from a progress callback) opens its own scope, and its own order of calls.
         """

@@ -30,7 +30,7 @@ class ParallelDims:
         dp: replicas, each with different data.
         sp: ranks that share a sequence; attention is divided by heads (Ulysses).
         cp: ranks that share a sequence; attention is divided by query rows, keys and values are gathered.
-        tp: ranks that share every matrix.
+        tp: ranks that share every matrix, and have the same tokens.
     """
 
     dp: int = 1
@@ -55,7 +55,7 @@ class ParallelDims:
         """Refuse degrees that are not positive integers, or whose product is not the number of ranks of the job.
 
         Raises:
-            ValueError: names a degree that would fit.
+            ValueError: a degree or the product is wrong; the text names a dp that would fit, if there is one.
         """
         for axis in AXES:
             degree = getattr(self, axis)
@@ -76,12 +76,15 @@ class ParallelDims:
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Refuse degrees that do not divide the attention heads.
 
+        `tp` must divide query heads and key/value heads, `sp` the query heads of one tp rank. `dp` and `cp` fit any
+        number of heads.
+
         Args:
             num_heads: number of query heads of the model.
-            num_kv_heads: number of key/value heads.
+            num_kv_heads: number of key/value heads of the model.
 
         Raises:
-            ValueError: names the valid degrees.
+            ValueError: `tp` or `sp` does not divide them; the text names its valid values.
         """
         heads = f"{num_heads} query and {num_kv_heads} key/value heads (world size {self.world_size})"
         if num_heads % self.tp or num_kv_heads % self.tp:
@@ -123,22 +126,25 @@ def init_mesh(
     """Build the device mesh of all ranks, and join the process group first if that was not done.
 
     Consecutive ranks form `tp` groups first, then `sp`, then `cp`: groups that exchange most stay within a node. Start
-    the processes with torchrun.
+    the processes with torchrun; all ranks call this with the same arguments. It also starts a thread that ends this
+    process when it waits for a rank that has failed.
 
     Args:
         dp: number of replicas, each with different data; None uses all ranks that the other degrees leave.
-        sp: ranks that share a sequence, divided by heads in attention; must divide the query heads.
+        sp: ranks that share a sequence, divided by heads in attention; must divide the query heads of one tp rank.
         cp: ranks that share a sequence, divided by query rows in attention; any number.
-        tp: ranks that share every matrix; must divide the key/value heads.
-        model: model, or its config, to check the degrees against its heads; None leaves that to `stream`.
+        tp: ranks that share every matrix; must divide the query heads and the key/value heads.
+        model: model, or its config, to check the degrees against its heads; None leaves that to `shard` or `stream`.
         device_type: `cuda` or `cpu`; None chooses cuda if it is available.
-        timeout: time after which a collective fails; None is PyTorch's default.
+        timeout: time after which a collective fails; None is PyTorch's default. It has no effect if the process group
+            was joined before.
 
     Returns:
-        A mesh with the axes dp, cp, sp, tp.
+        A mesh with the axes dp, cp, sp, tp, those of one rank included.
 
     Raises:
-        ValueError: the degrees do not fit the number of ranks or the heads; the text names valid degrees.
+        ValueError: the program was not started with torchrun, or the degrees do not fit the number of ranks or the
+            heads; the text names valid degrees.
     """
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if not dist.is_initialized():
@@ -173,7 +179,10 @@ def parallel_dims_of(mesh: DeviceMesh) -> ParallelDims:
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """Return several axes of a mesh as one axis. Repeated calls return the same mesh: each new one makes a group."""
+    """Return several axes of a mesh as one axis, the first one outermost.
+
+    Repeated calls return the same mesh: each new one makes a process group. All ranks make the first call together.
+    """
     name = "_".join(axes)
     root: Any = mesh
     known = root._flatten_mapping if hasattr(root, "_flatten_mapping") else {}

@@ -82,7 +82,7 @@ class MeshRanks(SequenceParallelRanks):
                 failure.publish_refusal(refused)
             # A rank that refuses takes part, too: the others would wait for it in their first collective.
             rows = gather_small(torch.tensor(call, device=self.mesh.device_type)).tolist()
-        failure.begin_epoch()
+        failure.begin_epoch()  # after the gather: all ranks have left the forward before, and its failures are over
         if error is not None:
             raise error
         assert batch is not None
@@ -125,7 +125,7 @@ class MeshRanks(SequenceParallelRanks):
 
 
 class CallSummary(NamedTuple):
-    """Five integers that a rank sends to all others before a forward; all zero if it refuses its inputs."""
+    """Five integers that a rank sends to all ranks of the job before a forward; all 0 if it refuses its inputs."""
 
     valid: int = 0
     kind: int = 0  # hash of labels or none, gradients or none, settings
@@ -142,7 +142,7 @@ class CallSummary(NamedTuple):
 
 
 def fingerprint(batch: Batch) -> int:
-    """Hash tokens, positions, labels, documents and shapes of a batch. Only a checksum of each leaves the device."""
+    """Hash tokens, positions, targets, documents and shapes of a batch. Only a checksum of each leaves the device."""
     total = _hash(repr(batch.documents))
     for x in (batch.input_ids_BS, batch.position_ids, batch.targets):
         if x is None:
@@ -176,10 +176,12 @@ def _names(ranks: list[int]) -> str:
 
 
 def require_same_weights(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Refuse ranks that hold different weights. Nothing would notice it later: they would train different models.
+    """Refuse ranks of the job that hold different weights, which nothing would notice later.
+
+    All ranks call it, before parameters are sharded. Checksums are compared. Weights on the `meta` device are not.
 
     Raises:
-        ValueError: names a rank that differs. All ranks raise.
+        ValueError: the weights differ; the text names a rank. All ranks raise.
     """
     if dist.get_world_size() == 1 or model.get_input_embeddings().weight.device.type == "meta":
         return

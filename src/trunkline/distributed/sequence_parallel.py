@@ -46,7 +46,7 @@ class SequenceParallelRanks(Ranks):
         parallel_dims: degrees of the mesh.
         coordinate: this rank's place in it.
         comms: collectives of this rank's groups.
-        traffic: counters of these.
+        traffic: counters that all of these share.
         device_type: `cpu` or `cuda`, for autocast.
     """
 
@@ -181,7 +181,8 @@ class ReplicatedRanks(Ranks):
         if comm is None:
             return o, lse
         packed = torch.cat([o.to(lse.dtype), lse[..., None]], -1).contiguous()
-        # All ranks merge in rank order, so that they round alike. Rank 0 always has keys: its lse is finite.
+        # All ranks merge in rank order, so that they round alike. Rank 0 always has keys: its lse is finite. A rank
+        # without keys (lse -inf) changes nothing.
         first, *others = comm.all_gather(packed).wait()
         o, lse = first[..., :-1].contiguous(), first[..., -1]
         for other in others:
@@ -190,7 +191,7 @@ class ReplicatedRanks(Ranks):
 
 
 def heads_of_rank(x: Tensor, rank: int, size: int) -> Tensor:
-    """Return a rank's heads of (B, heads, T, D), repeated if there are fewer than ranks, as `Ulysses.to_heads` does."""
+    """Return a rank's heads of (B, heads, T, D), repeated as in `Ulysses.to_heads` if `size` does not divide them."""
     copies = math.lcm(x.shape[1], size) // x.shape[1]
     x = x.repeat_interleave(copies, dim=1) if copies > 1 else x
     local = x.shape[1] // size
@@ -203,7 +204,7 @@ class PackedKeyValueGather(KeyValueGather):
     It replaces ring attention: it works with any number of heads, and is prefetched like any other fetch.
 
     Args:
-        comm: collectives of the ranks that hold parts.
+        comm: collectives of the `cp` group, whose ranks hold the parts.
     """
 
     def __init__(self, comm: Collectives) -> None:

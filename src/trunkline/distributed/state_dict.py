@@ -21,7 +21,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_full_state_dict(model: nn.Module) -> None:
-    """Make a model's `save_pretrained` gather its parameters: all ranks call it then, and rank 0 writes."""
+    """Make a model's `save_pretrained` gather its parameters: all ranks call it then, and rank 0 writes.
+
+    If the caller passes a `state_dict`, nothing is gathered, and each rank that calls it writes.
+    """
     object.__setattr__(model, "save_pretrained", MethodType(_save_pretrained, model))
 
 

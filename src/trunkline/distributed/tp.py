@@ -18,9 +18,9 @@ _PARTIAL_GRAD_STYLES = {"replicated_with_grad_allreduce"}
 class PartialGradModules:
     """Replicated modules that see a rank's heads only, such as norms of queries and keys.
 
-    Their gradients must be summed over the ranks. transformers' own hooks sum what is accumulated in `.grad`, which is
-    wrong from the second micro-batch on, and cannot be removed. While the model is streamed, gradients are summed with
-    those of all other parameters; otherwise hooks of this class do it.
+    Their gradients must be summed over the tp ranks. transformers' own hooks sum what is accumulated in `.grad`, which
+    is wrong from the second micro-batch on, and cannot be removed. While the model is streamed, gradients are summed
+    with those of all other parameters; otherwise hooks of this class do it.
 
     Args:
         parameters: names of the modules' parameters.
@@ -36,14 +36,14 @@ class PartialGradModules:
         self._hooked: set[nn.Parameter] = set()
 
     def suspend(self) -> None:
-        """Remove the hooks; a second call changes nothing."""
+        """Remove the hooks of this class; a second call changes nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._hooked.clear()
 
     def resume(self) -> None:
-        """Restore the hooks; a second call changes nothing."""
+        """Set the hooks, of which there are none at first; a second call changes nothing."""
         # The hooks on parameters are set when a module is called, since FSDP2 replaces its parameters.
         if not self._handles:
             self._handles += [module.register_forward_pre_hook(self._hook) for module in self._modules]
@@ -69,10 +69,11 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, *, blank: bool = False
         blank: accept parameters on the meta device.
 
     Returns:
-        Modules whose gradients each rank computes a part of.
+        Modules whose gradients each rank computes a part of. They stay whole, and their hooks are not set yet.
 
     Raises:
-        ValueError: the model has no plan, or this transformers cannot apply it.
+        ValueError: the model has no plan, this transformers cannot apply it, adapters are on matrices of the plan, or
+            the weights are not loaded (`blank` allows that).
     """
     name = type(model).__name__
     try:
@@ -104,7 +105,7 @@ def expand_plan(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
         plan: styles by name pattern, such as `model.layers.*.self_attn.q_proj`.
 
     Returns:
-        Styles by parameter and module name; a module's parameters come before it.
+        Styles by parameter and module name; a module's parameters come before it. A tied parameter is in it once.
     """
     found: dict[str, str] = {}
     known = dict(model.named_parameters())  # tied ones once

@@ -1,7 +1,8 @@
 """DeepSpeed Ulysses (arXiv 2309.14509): tokens are divided over ranks outside attention, heads inside.
 
 One all-to-all turns q, k, v of a rank's tokens (all heads) into those of the rank's heads (all tokens); another turns
-the output back. Key/value heads fewer than ranks are repeated, and the gradients of the copies summed.
+the output back. Heads that the ranks do not divide (few key/value heads) are repeated, and the gradients of the copies
+summed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from trunkline.distributed.interleave import Interleaver
 
 class Ulysses:
     """All-to-alls of one group of ranks. While one is in flight the interleaver runs another chunk's call.
+
+    T is the tokens of one rank; size * T are those of all ranks of the group, in rank order.
 
     Args:
         comm: collectives of the ranks, in the order of their tokens.
@@ -50,8 +53,8 @@ class Ulysses:
         """Exchange an output (B, local heads, size * T, D) for (B, heads, T, D) of this rank's tokens; differentiable.
 
         Args:
-            o: the output.
-            pending: result of `start_output`, if the exchange is in flight already.
+            o: the output; its values are not read if `pending` is given.
+            pending: result of `start_output`, if the exchange is in flight already; None starts it here.
         """
         if pending is None:
             pending = self.start_output(o.detach())

@@ -10,13 +10,13 @@ from torch import nn
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Tell whether torch.compile compiles a module."""
+    """Tell whether torch.compile compiles this module by itself, not as a part of another."""
     return layer._compiled_call_impl is not None or hasattr(layer, "_orig_mod")
 
 
 @contextlib.contextmanager
 def room_for_graphs(layers: nn.ModuleList) -> Iterator[None]:
-    """Raise torch.compile's recompile limit of 8 graphs for the duration of a `with`.
+    """Raise torch.compile's recompile limit from 8 graphs to 64 in a `with`, if one of the layers is compiled.
 
     A layer needs a graph for training and evaluation, for each length of chunk and each batch size, and several models
     share the code of transformers' wrappers, and with it the limit.

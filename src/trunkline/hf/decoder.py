@@ -67,25 +67,29 @@ def attention_hook(
 ) -> tuple[Tensor, None]:
     """Hand a layer's attention call to the engine; signature of transformers' attention functions.
 
+    C is this rank's tokens of a chunk. Under autocast q, k and v are cast to its dtype, except in fp64.
+
     Args:
         module: attention module of the layer.
         query: q (B, H, C, D), after rotary embeddings.
         key: k (B, K, C, D).
-        value: v (B, K, C, D).
+        value: v (B, K, C, D); its D may differ from that of q and k.
         attention_mask: must be None: the engine knows documents and windows.
         scaling: factor of the scores; None is 1 / sqrt(D).
         dropout: must be 0.
-        sliding_window: ignored.
-        is_causal: must not be False.
-        softcap: soft cap of the scores.
-        s_aux: attention sinks (H,).
-        kwargs: other arguments; those with a meaning for attention are refused.
+        sliding_window: ignored: `probe.attention_spans` reads windows from the model's mask functions.
+        is_causal: must be True; None means the module's own `is_causal`, or True where it has none.
+        softcap: soft cap of the scores; None for none.
+        s_aux: attention sinks (H,); None for none.
+        kwargs: other arguments. All are refused but a few that mean nothing here, unless they are None or False.
 
     Returns:
-        Output (B, C, H, D), and None for attention weights.
+        Output (B, C, H, D), with the D of v, and None for attention weights.
 
     Raises:
-        ValueError: the call asks for something that cannot be streamed.
+        UnsupportedModelError: the model's attention cannot be streamed.
+        ValueError: attention dropout is on.
+        RuntimeError: the call comes from outside a streamed forward.
     """
     call = _current.get()
     if call is None:
@@ -132,7 +136,11 @@ class PositionCache:
         self._positions = positions
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the offset of the positions (C,) from 0 … C-1."""
+        """Return the offset of the positions (C,) from 0 … C-1.
+
+        Raises:
+            ValueError: the rows have different positions.
+        """
         if len(self._positions) > 1 and not bool((self._positions == self._positions[:1]).all()):
             raise ValueError(
                 "rows have other positions than each other, and this model's layers take one for all rows: pack "
@@ -193,7 +201,7 @@ def cache_argument(layer: nn.Module) -> str:
 
 
 def hidden_state(output: Any) -> Tensor:
-    """Return the hidden state in a layer's output, which some layers put in front of a tuple."""
+    """Return the hidden state in a layer's output: the output itself, or the first entry of a tuple."""
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden
 
@@ -203,18 +211,19 @@ class HuggingFaceDecoder(Decoder):
 
     Args:
         model: the model, unmodified.
-        sharding: sharding of its parameters over ranks; None where each rank holds all of them.
+        sharding: sharding of its parameters over ranks; None on a single rank.
 
     Attributes:
         layers: decoder layers of the model.
+        vocab_size: size of the vocabulary, as the config says; the embedding may have more rows.
         returns_tuple: whether a layer returns its hidden state in a tuple; known once one has run.
-        needs_position_cache: layers that ask a cache for their positions.
+        needs_position_cache: indices of layers that ask a cache for their positions; `probe.verify` fills it.
         on_layer_call: function that recorders call at present, in place of the layers.
-        own_forward: forward of this one model where it is not its class's.
+        own_forward: forward that was set on this model before; None where it has its class's.
         lock: held while the model runs in chunks, since its configs and its list of layers are changed meanwhile.
 
     Raises:
-        ValueError: the decoder layers cannot be found.
+        UnsupportedModelError: see `find_layers`.
     """
 
     def __init__(self, model: PreTrainedModel, sharding: ParameterStore | None = None) -> None:
@@ -247,7 +256,7 @@ class HuggingFaceDecoder(Decoder):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model computes."""
+        """Device on which the model computes; with CPU offload its parameters rest elsewhere."""
         own: torch.device = self.model.get_input_embeddings().weight.device
         return own if self.sharding is None else self.sharding.device
 
@@ -299,14 +308,14 @@ class HuggingFaceDecoder(Decoder):
     # -- compilation ---------------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compile each layer at its first call."""
+        """Have torch.compile compile each layer at its first call; skip layers that are compiled already."""
         for layer in self.layers:
             if not is_compiled(layer):
                 layer.compile()
                 self._compiled.append(layer)
 
     def uncompile(self) -> None:
-        """Undo `compile`."""
+        """Undo `compile`; layers that were compiled before it stay so."""
         for layer in self._compiled:
             layer._compiled_call_impl = None
         self._compiled.clear()
@@ -316,7 +325,7 @@ class HuggingFaceDecoder(Decoder):
     @override
     @contextlib.contextmanager
     def streamed_attention(self, implementation: str = ATTENTION) -> Iterator[None]:
-        """Route attention through Trunkline; restore the configs on exit."""
+        """Route attention through Trunkline, or another `implementation`, and hold `lock`; restore configs on exit."""
         with self.lock, room_for_graphs(self.layers):
             before = [config._attn_implementation for config in self._configs]
             try:
@@ -390,17 +399,20 @@ class HuggingFaceDecoder(Decoder):
         return logits_BTV
 
     def logits(self, ids_BS: Tensor) -> Tensor:
-        """Return the logits (B, S, V) that the model itself computes, unstreamed."""
+        """Return the logits (B, S, V) that the model itself computes, unstreamed. If sharded, all ranks call it."""
         with contextlib.nullcontext() if self.sharding is None else self.sharding.hooks_resumed():
             logits_BSV: Tensor = self.model(input_ids=ids_BS, use_cache=False, return_dict=True).logits
         return logits_BSV
 
     def record(self, index: int, positions: Tensor, **inputs: Tensor) -> LayerArguments:
-        """Record the arguments of layer `index` for one chunk, given as `input_ids` or `inputs_embeds`."""
+        """Record the arguments of layer `index` for one chunk, given as `input_ids` or `inputs_embeds`.
+
+        No layer runs: the recorded hidden state is the input of layer 0. The other arguments are the layer's own.
+        """
         return self.record_up_to(index, positions, **inputs)[index]
 
     def record_up_to(self, index: int, positions: Tensor, **inputs: Tensor) -> list[LayerArguments]:
-        """Record the arguments of layers 0 … `index`; each returns its input as its output."""
+        """Record the arguments of layers 0 … `index`, as `record` does; each returns its input as its output."""
         records: list[LayerArguments] = []
 
         def record(arguments: LayerArguments) -> Tensor:

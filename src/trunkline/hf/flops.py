@@ -22,7 +22,7 @@ _LOOKUPS = (nn.Embedding,)
 
 
 class UncountedModuleError(ValueError):
-    """A module holds matrices that are neither linear layers nor experts, so its FLOPs are unknown."""
+    """Error: a module holds matrices that are neither linear layers nor experts, so its FLOPs are unknown."""
 
 
 def linear_flops_per_token(model: nn.Module) -> int:
@@ -30,11 +30,11 @@ def linear_flops_per_token(model: nn.Module) -> int:
 
     A product with a weight of n elements costs 2n forward, 2n for the gradient of its input and 2n for the gradient of
     the weight; the last is left out where the weight is frozen. A head tied to the embedding is a linear layer of its
-    own and counts; the embedding lookup does not. Of experts, stacked in one parameter, only the
-    experts that a token is routed to count.
+    own and counts; the embedding lookup does not. Of experts, stacked in one parameter, only those count that a token
+    is routed to, by the config's numbers.
 
     Args:
-        model: A decoder model, on any device, `meta` included.
+        model: A decoder model that holds whole matrices, on any device, `meta` included.
 
     Returns:
         FLOPs per token.
@@ -93,11 +93,12 @@ def attention_flops(model: nn.Module, *, seq_len: int, documents: Sequence[int] 
     """Return the FLOPs of causal attention over one sequence in all layers, forward and backward.
 
     One pair costs 2·H·D for the score and 2·H·Dv for the weighted value forward, and twice that backward; the scores
-    that a flash kernel recomputes in its backward are not counted.
+    that a flash kernel recomputes in its backward are not counted. The backward is always counted, also of frozen
+    layers.
 
     Args:
-        model: A Hugging Face decoder model.
-        seq_len: Tokens of the sequence.
+        model: A Hugging Face decoder model. Only its config is read.
+        seq_len: Tokens of the sequence (global: all ranks together).
         documents: Tokens of each document packed in it, `seq_len` together; None for one.
 
     Returns:
@@ -105,7 +106,7 @@ def attention_flops(model: nn.Module, *, seq_len: int, documents: Sequence[int] 
         own window or attention chunks.
 
     Raises:
-        ValueError: `documents` are of another length, or one is empty.
+        ValueError: `documents` do not add up to `seq_len`, or one is empty.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     lengths = [seq_len] if documents is None else list(documents)
@@ -131,7 +132,8 @@ def model_flops(model: nn.Module, *, seq_len: int, batch_size: int = 1, document
         documents: Tokens of each document packed in a sequence, alike in all; None for one.
 
     Returns:
-        FLOPs, recomputation not counted. Divide by seconds for model FLOP/s; the forward alone is a third.
+        FLOPs of all ranks together, recomputation not counted. Divide by seconds for model FLOP/s. The forward alone is
+        a third if no weight is frozen.
 
     Raises:
         ValueError: `seq_len` or `batch_size` is not positive, or `documents` do not make up a sequence.

@@ -30,11 +30,11 @@ _READ = {
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Checked arguments of a forward.
+    """Checked arguments of a forward, of the whole sequence on every rank.
 
     Attributes:
         batch: token ids, positions, targets and documents.
-        logits_to_keep: last positions whose logits are wanted; 0 with targets.
+        logits_to_keep: number of last positions whose logits are wanted, 1 … S; 0 with targets.
         return_dict: whether a ModelOutput is wanted instead of a tuple.
     """
 
@@ -44,12 +44,19 @@ class ForwardInputs:
 
 
 def read(given: dict[str, Any], name: str, vocab_size: int) -> ForwardInputs:
-    """Check the arguments of a forward.
+    """Check the arguments of a forward, and turn them into a batch.
+
+    Labels are shifted by one, and the last token of each document gets no target; `shift_labels` are taken as they are.
+    Padding gets no target, and columns that are padding in every row are cut off. Targets of documents of one token
+    each cause a warning.
 
     Args:
-        given: arguments by name.
+        given: arguments by name, for the whole sequence; None stands for an argument that was not given.
         name: class name of the model, for messages.
-        vocab_size: number of token embeddings of the model.
+        vocab_size: number of token embeddings of the model; token ids and labels must be below it.
+
+    Returns:
+        The checked inputs.
 
     Raises:
         ValueError: an argument is missing, of the wrong shape or range, or not supported.
@@ -96,7 +103,10 @@ def read(given: dict[str, Any], name: str, vocab_size: int) -> ForwardInputs:
 
 
 def token_ids(given: dict[str, Any], name: str, vocab_size: int) -> Tensor:
-    """Check and return token ids (B, S), and refuse arguments that a streamed forward does not read; see `read`."""
+    """Check and return token ids (B, S), and refuse arguments that a streamed forward does not read.
+
+    Arguments and errors are those of `read`. An unread argument that is None or False is accepted.
+    """
     for argument, value in given.items():
         if argument not in _READ and value is not None and value is not False:
             close = difflib.get_close_matches(argument, _READ, 1)
@@ -149,7 +159,7 @@ def _check_range(name: str, ids_BS: Tensor, vocab_size: int, ignored: int | None
 
 
 def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) -> Tensor | None:
-    """Return the targets (B, S) or (B, S-1): labels are shifted once, here, over the whole sequence."""
+    """Return `shift_labels` (B, S) as they are, or labels shifted by one, (B, S-1); None without either."""
     name = "labels" if shift_labels is None else "shift_labels"
     given = labels if shift_labels is None else shift_labels
     if given is None:
@@ -163,7 +173,10 @@ def _targets(labels: Any, shift_labels: Any, ids_BS: Tensor, vocab_size: int) ->
 
 
 def _count(num_items: Any, targets: Tensor) -> Tensor:
-    """Return the divisor of the summed loss; 1 where there is no target, so that such a batch has loss 0."""
+    """Return the divisor of the summed loss: `num_items`, or else the number of targets.
+
+    It is 1 where there is no target, so that such a batch has loss 0.
+    """
     if num_items is None:
         return (targets != IGNORE).sum().clamp_min(1)
     count = torch.as_tensor(num_items, device=targets.device)

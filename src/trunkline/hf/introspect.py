@@ -17,16 +17,17 @@ class UnsupportedModelError(ValueError):
 
 
 def parameters_outside(model: nn.Module, layers: nn.ModuleList) -> list[Parameter]:
-    """Return the parameters of a model that are in none of its layers."""
+    """Return the parameters of a model that are in none of its layers, tied ones once."""
     inside = {p for layer in layers for p in layer.parameters()}
     return [p for p in model.parameters() if p not in inside]
 
 
 def find_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a model: the one list of modules that is as long as the config says.
+    """Return the decoder layers of a model: its one list of modules with attention that is as long as the config says.
 
     Raises:
-        ValueError: there is no such list, or more than one; or the model's forward takes no positions or embeddings.
+        UnsupportedModelError: there is no such list, or more than one. Or the model has an encoder, cross-attention, no
+            language-model head, layers without attention, or a forward without `inputs_embeds` or `position_ids`.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -65,7 +66,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model itself, without PEFT's wrappers.
 
     Raises:
-        ValueError: it is not a transformers model, or is wrapped in DistributedDataParallel or torch.compile.
+        ValueError: it is not a transformers model, is wrapped in DistributedDataParallel, or was compiled as a whole.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(

@@ -47,14 +47,16 @@ AttentionMaskInterface.register(_MASK_PROBE, lambda *args, mask_function, **kwar
 
 
 def check_length(decoder: HuggingFaceDecoder, last_position: int) -> None:
-    """Refuse a length at which the positions of a model change.
+    """Refuse a length at which the model has no positions, or other ones.
 
     Args:
         decoder: the model.
-        last_position: largest position id.
+        last_position: largest position id of the batch.
 
     Raises:
-        ValueError: rotary frequencies depend on the length of the input; more tokens than learned positions.
+        UnsupportedModelError: it is past the length from which rotary frequencies depend on the length of the input
+            (`rope_type` dynamic or longrope).
+        ValueError: the model has fewer learned positions.
     """
     name = type(decoder.model).__name__
     limit, rope_type = _most_tokens(decoder)
@@ -94,8 +96,12 @@ def attention_spans(decoder: HuggingFaceDecoder) -> list[AttentionSpan]:
     Args:
         decoder: model whose parameters outside the layers are unsharded.
 
+    Returns:
+        One span for each layer.
+
     Raises:
-        ValueError: a layer's mask is neither causal, nor a sliding window, nor attention chunks.
+        UnsupportedModelError: a layer's mask is neither causal, nor a sliding window, nor attention chunks; or a layer
+            gets several masks.
     """
     device, name = decoder.device, type(decoder.model).__name__
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -133,9 +139,8 @@ def _span_of(sees: Callable[..., Any], decoder: HuggingFaceDecoder) -> Attention
         return found if found.device.type == "meta" else found.cpu()
 
     chunk = getattr(decoder.model.config.get_text_config(), "attention_chunk_size", None)
-    if (
-        chunk is not None and decoder.device.type == "meta" and seen(_PLACES, _PLACES).device.type == "meta"
-    ):  # of attention chunks; it has no contents
+    # A mask function on `meta` that returns no contents is one of attention chunks: it reads a tensor of the model's.
+    if chunk is not None and decoder.device.type == "meta" and seen(_PLACES, _PLACES).device.type == "meta":
         return AttentionSpan(chunk=chunk)
     if torch.equal(seen(_PLACES[:, None], _PLACES[None]), _PLACES[None] <= _PLACES[:, None]):
         return AttentionSpan()
@@ -169,7 +174,11 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def check_loss(decoder: HuggingFaceDecoder) -> None:
-    """Refuse a loss function other than transformers' own: it needs the logits of the whole sequence."""
+    """Refuse a loss function other than transformers' own: it needs the logits of the whole sequence.
+
+    Raises:
+        UnsupportedModelError: the model has another loss function.
+    """
     if decoder.model.loss_function is not ForCausalLMLoss:
         raise UnsupportedModelError(
             f"{type(decoder.model).__name__} has a loss function of its own, which a streamed forward cannot honour: "
@@ -180,11 +189,15 @@ def check_loss(decoder: HuggingFaceDecoder) -> None:
 def verify(decoder: HuggingFaceDecoder) -> None:
     """Compare every piece of a model with the model itself, on a few tokens.
 
+    The decoder learns on the way what its layers return, and which of them need a position cache. Random states and
+    the training mode are restored. If the model is sharded, all ranks call this.
+
     Args:
         decoder: model. Parameters on the `meta` device have no values to compare: then one layer is only run.
 
     Raises:
-        ValueError: a piece differs; the text names the model and the piece.
+        UnsupportedModelError: a piece differs, or does not run in chunks; the text names the model and the piece. Or
+            the config asks for the router logits of experts.
     """
     device = decoder.device
     if getattr(decoder.model.config.get_text_config(), "output_router_logits", False):
@@ -240,7 +253,7 @@ def _compare(decoder: HuggingFaceDecoder, device: torch.device, attempt: int) ->
 
 
 def _compare_layer(decoder: HuggingFaceDecoder, index: int, x_BSE: Tensor, batch: Batch, span: AttentionSpan) -> Tensor:
-    """Compare one layer, and return its output."""
+    """Compare one layer, note in the decoder whether it needs a position cache, and return its output (B, S, E)."""
     name, layer = type(decoder.model).__name__, decoder.layers[index]
     positions, chunks = batch.position_ids, split(_PROBE_TOKENS, _PROBE_TOKENS // 2)
     assert positions is not None
@@ -304,7 +317,7 @@ def _check_arguments(arguments: LayerArguments, others: LayerArguments, name: st
 
 
 def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
-    """Compare token by token, relative to the change that the piece makes to its input."""
+    """Refuse a result that differs in any token, relative to the change that the piece makes to its input."""
     tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 0.05
     error_S = (got - expected).double().norm(dim=-1).flatten()
     scale_S = (expected - given).double().norm(dim=-1).flatten()
@@ -318,13 +331,13 @@ def _same(got: Tensor, expected: Tensor, given: Tensor, what: str) -> None:
 
 
 def random_state_restored(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Restore the user's random state at the end of a `with`."""
+    """Restore the random states of the CPU and of a CUDA `device` at the end of a `with`."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode for the duration of a `with`."""
+    """Put every module in evaluation mode for the duration of a `with`; afterwards each has its own mode again."""
     training: list[nn.Module] = [m for m in model.modules() if m.training]
     try:
         for module in training:

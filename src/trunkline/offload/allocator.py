@@ -55,7 +55,7 @@ class RangeAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Free the range that begins at `start`, and merge it with free neighbours."""
+        """Free the range that `allocate` returned as `start`, and merge it with free neighbours."""
         stop = start + self._lengths.pop(start)
         i = bisect.bisect(self._starts, start)
         if i < len(self._starts) and self._starts[i] == stop:
@@ -69,10 +69,10 @@ class RangeAllocator:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest free range."""
+        """Bytes of the largest free range; 0 if there is none."""
         return max((stop - start for start, stop in zip(self._starts, self._stops, strict=True)), default=0)
 
     @property
     def allocated(self) -> int:
-        """Bytes of all allocated ranges."""
+        """Bytes of all allocated ranges, each rounded up."""
         return sum(self._lengths.values())

@@ -20,7 +20,7 @@ from trunkline.units import TierName
 
 
 class CpuBackend(Backend):
-    """Backend of a CPU: host memory is the device, and threads access the scratch file.
+    """Backend of a CPU: host memory is the device, and threads access the scratch file. There is no host tier.
 
     Args:
         folder: folder of the scratch file; None where no disk tier is used.
@@ -93,19 +93,25 @@ def tiers_for(
     simulated: bool = False,
     clock: SimClock | None = None,
 ) -> Tiers:
-    """Build the tiers of a model.
+    """Build the tiers of a model on this rank. Nothing is allocated yet.
 
     Args:
         device: of the model; in a simulation the device that is simulated, while tensors are on `meta`.
-        budgets: bytes of the device, host and disk tier. None is no limit on the device, no host tier, and for the disk
-            all that is free there.
-        offload_dir: folder of the scratch file; None for no disk tier.
-        prefetch: chunks of one store on the device at a time, in use or in flight.
+        budgets: this rank's bytes of the device, host and disk tier. None is no limit on the device and no host tier.
+            For the disk None is this rank's share of the space that is free now, if `offload_dir` is given. On a CPU,
+            whose memory is the device, the first two are added up to one budget.
+        offload_dir: existing folder of the scratch file; None for no disk tier.
+        prefetch: chunks of one offloaded store on the device at a time, in use or in flight.
         simulated: allocate and move nothing.
-        clock: clock that simulated lanes advance; None makes every move take no time.
+        clock: clock that simulated lanes advance; None makes every move take no time. Without `simulated` it is not
+            used.
+
+    Returns:
+        The tiers.
 
     Raises:
-        ValueError: a budget is set that this type of device cannot use.
+        ValueError: a host budget without a device budget, except on a CPU; or a device budget on a device that is
+            neither a CPU nor CUDA.
     """
     device_budget, host_budget, disk_budget = budgets
     folder = None if offload_dir is None else Path(offload_dir)

@@ -57,11 +57,11 @@ class _Offloaded:
 
 
 class ChunkedSequence:
-    """Activation of S tokens, as a list of chunks.
+    """Activation of this rank's tokens of a sequence, as a list of chunks.
 
     Args:
         num_chunks: chunks of the sequence.
-        stores: stores of the step, which count its bytes.
+        stores: stores of the step, which place its chunks and count its bytes.
         name: name of the store, as in the placement. One sequence after another may use a store.
         num_slots: chunks that the store has room for; chunk i uses slot i % `num_slots`. None for a slot per chunk.
     """
@@ -74,7 +74,19 @@ class ChunkedSequence:
         self._blocks: list[StorageBlock | None] = []
 
     def stash(self, index: int, x_BCE: Tensor) -> None:
-        """Store chunk `index`. The caller must not change it in place afterwards."""
+        """Store chunk `index` where the placement says; its slot must be free.
+
+        On the device the tensor itself is kept. Otherwise its copy to another tier is started; this may wait for
+        earlier copies.
+
+        Args:
+            index: index of the chunk.
+            x_BCE: tensor of any shape. The caller must not change it in place afterwards.
+
+        Raises:
+            ValueError: the chunk is larger than its place.
+            TierError: an earlier copy failed.
+        """
         slot = index % self._num_slots
         assert not any(x is not None for x in self._chunks[slot :: self._num_slots]), f"no free slot for chunk {index}"
         if not self._blocks:
@@ -98,7 +110,7 @@ class ChunkedSequence:
             self.drop(index)
 
     def drop(self, index: int) -> None:
-        """Remove a chunk, if it is stored."""
+        """Remove a chunk, if it is stored. If its stash is still pending, the lane completes it."""
         x = self._chunks[index]
         if isinstance(x, _Offloaded):
             self._stores.release(x.block.tier, x.spec.nbytes, self.kind)
@@ -113,7 +125,7 @@ class ChunkedSequence:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the stored chunks."""
+        """Dtype of the stored chunks; at least one must be stored."""
         return next(x.spec.dtype if isinstance(x, _Offloaded) else x.dtype for x in self._chunks if x is not None)
 
     @property
@@ -128,8 +140,8 @@ _LOOKAHEAD = 32  # chunks a reader looks ahead: past those on the device, to the
 class Reader:
     """Reader of chunks in a known order, from one sequence (`ChunkedSequence.read`) or several, with prefetch.
 
-    With `prefetch` p, up to p fetched chunks are on the device, in use or in flight, and one more: the chunk handed out
-    before, which the caller frees only when it takes the next (or uses beside it).
+    With `prefetch` p, up to p fetched chunks are on the device, in use or in flight. One more may be: the chunk handed
+    out before, which the caller may still use. Prefetch stops at a chunk that is not stored yet.
 
     Args:
         order: pairs of a sequence and the index of a chunk.
@@ -150,7 +162,7 @@ class Reader:
         self._in_use: deque[tuple[Stores, int]] = deque()
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield all chunks."""
+        """Yield all chunks in order; release the chunks handed out at the end, or when the loop is left early."""
         try:
             while self._issued or self._upcoming is not None:
                 yield self.next()
@@ -158,7 +170,11 @@ class Reader:
             self.release()
 
     def next(self) -> Tensor:
-        """Return the next chunk. Of the chunks returned before, the caller may still use the last one only."""
+        """Return the next chunk. Of the chunks returned before, the caller may still use the last one only.
+
+        Raises:
+            TierError: its fetch failed.
+        """
         (x,) = read_next((self,))
         return x
 
@@ -168,7 +184,10 @@ class Reader:
             self._release_oldest()
 
     def cancel(self) -> None:
-        """Release the chunks handed out, and cancel the fetches in flight."""
+        """Release the chunks handed out, and end the reading: wait for the fetches in flight and drop their results.
+
+        A failed fetch is ignored.
+        """
         self.release()
         self._upcoming = None
         while self._issued:
@@ -183,7 +202,7 @@ class Reader:
         stores.release("device", nbytes)
 
     def _begin(self) -> None:
-        """Release the chunk before the last, and make sure that the next one is issued."""
+        """Release all chunks handed out but the last, and make sure that the next one is issued, if it is stored."""
         while len(self._in_use) > 1:
             self._release_oldest()
         if not self._issued:
@@ -218,7 +237,7 @@ class Reader:
         return in_flight < (self._prefetch or self._upcoming[0]._stores.prefetch) - 1 and self._issue()
 
     def _issue(self) -> bool:
-        """Start to fetch the next chunk; return False where it is not stored (yet)."""
+        """Queue the next chunk, and start its fetch if it is offloaded; return False if there is none, or not yet."""
         if self._upcoming is None:
             return False
         sequence, index = self._upcoming
@@ -233,12 +252,13 @@ class Reader:
         stores.acquire("device", into.nbytes)
         self._issued.append((sequence, index, stores.lanes.fetch(x.block, into, x.stash)))
         if self._take:
+            # Its bytes in the tier count until `_hand_out`: the fetch still reads the block.
             sequence._chunks[index] = None
         return True
 
 
 def read_next(readers: Sequence[Reader]) -> list[Tensor]:
-    """Return the next chunk of each reader, as `Reader.next` does.
+    """Return the next chunk of each reader, as `Reader.next` does, with the same errors.
 
     All readers issue their next chunk before any prefetches a later one, and they prefetch in turn: K0, V0, K1, V1.
     A lane runs moves in order. With K0, K1, V0, V1 compute would wait for K1 before it could use V0.
@@ -251,7 +271,7 @@ def read_next(readers: Sequence[Reader]) -> list[Tensor]:
 
 
 def prefetch_more(readers: Sequence[Reader]) -> None:
-    """Issue chunks of each reader in turn, until the prefetch depth of all is reached."""
+    """Issue chunks of each reader in turn, until every reader is at its prefetch depth or at a chunk not stored yet."""
     more = True
     while more:
         more = False

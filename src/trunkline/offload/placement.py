@@ -20,14 +20,16 @@ class StoreRequest:
 
     Attributes:
         names: names of the stores.
-        sizes: bytes of each chunk, for each store; 0 where a store never has that chunk.
+        sizes: this rank's bytes of each chunk, for each store; 0 where a store never has that chunk.
         group: requests of one group are read and written one at a time, so that they share buffers for moves.
-        forward: chunks of each store that are on the device at a time during forward, if the store is offloaded.
+        forward: chunks of each store in use or in flight on the device at a time during forward, if the store is
+            offloaded.
         backward: the same during backward.
         persistent: whether the stores live from forward to backward, while other steps may run; if not, they are
             transient, within one step.
         allow_resident: whether chunks may rest on the device at all.
-        resident_only: names of stores that are not used for chunks beyond the device.
+        resident_only: names of stores that only hold chunks on the device: a chunk that is offloaded has no place in
+            them.
     """
 
     names: tuple[str, ...]
@@ -66,7 +68,7 @@ class FitHints:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Tiers of all chunks of a step, and the bytes to reserve for them.
+    """Tiers of all chunks of a step on this rank, and the bytes to reserve for them.
 
     Attributes:
         places: for each store, for each chunk: (tier, offset within the step's range of that tier). The offset is 0 on
@@ -74,8 +76,8 @@ class Placement:
         sizes: for each store, bytes of each chunk.
         transient: most bytes on the device during the step beside the persistent ones, chunks in flight included.
         persistent: bytes on the device between forward and backward.
-        offloaded: bytes of the step's range in each tier beyond the device.
-        largest: bytes of the largest chunk that may move.
+        offloaded: bytes of the step's range in each tier beyond the device that is used.
+        largest: bytes of the largest chunk of any store that may be offloaded.
     """
 
     places: Mapping[str, Sequence[tuple[TierName | None, int]]]
@@ -102,10 +104,14 @@ def place(
 
     Args:
         requests: in order of priority: earlier ones stay on the device first. Persistent requests come last.
-        room: unreserved bytes of each tier; None is no limit for the device, and no such tier otherwise.
+        room: this rank's unreserved bytes of each tier. The device must have a limit; None for another tier means that
+            there is no such tier.
         reserved: transient bytes of the device that other outstanding steps need. Steps run one at a time, so that
             all of them share one such reserve.
         hints: fixes for the messages.
+
+    Returns:
+        The placement. In each request the chunks on the device are the first ones.
 
     Raises:
         ValueError: the stores do not fit, or the device has no room for the chunks in flight.

@@ -1,4 +1,4 @@
-"""Counters: bytes held in each tier, and traffic of each lane."""
+"""Counters of this rank: bytes held in each tier, and traffic of each lane."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TierBudget:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Memory and traffic since the last reading.
+    """Memory and traffic of this rank since the last reading.
 
     Attributes:
         peaks: most bytes that the engine held in each tier; on the device, tensors in flight are included. Parameters,

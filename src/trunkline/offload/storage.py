@@ -20,7 +20,7 @@ from trunkline.units import TierName, format_bytes
 
 
 class TierError(RuntimeError):
-    """Failure of a tier to store or return data.
+    """Failure of a tier to reserve memory, or to store or return data.
 
     Parameters and optimizer state are unchanged. Gradients may be incomplete: zero them before the next step.
     """
@@ -55,11 +55,19 @@ class Storage(Protocol):
     ranges: RangeAllocator
 
     def write(self, block: StorageBlock, data: Tensor) -> None:
-        """Write `data`, uint8 (nbytes,), to the beginning of a block."""
+        """Write `data`, uint8 (nbytes,) in host memory, to the beginning of a block.
+
+        Raises:
+            TierError: the data could not be written.
+        """
         ...
 
     def read(self, block: StorageBlock, into: Tensor) -> None:
-        """Read the beginning of a block into `into`, uint8 (nbytes,)."""
+        """Read the beginning of a block into `into`, uint8 (nbytes,) in host memory.
+
+        Raises:
+            TierError: the data could not be read, or is not what was written.
+        """
         ...
 
 
@@ -157,7 +165,7 @@ class ScratchFile(Storage):
         weakref.finalize(self, file.close)
 
     def preallocate(self, start: int, nbytes: int) -> None:
-        """Allocate a range of the file on the disk before a step, so that the step cannot fill the disk midway.
+        """Allocate bytes `start … start + nbytes - 1` of the file on the disk, before a step can fill the disk midway.
 
         Raises:
             TierError: the disk has less free space.
@@ -206,7 +214,7 @@ class ScratchFile(Storage):
 
 
 class SimulatedStorage(Storage):
-    """Storage that stores nothing, for tensors on the `meta` device.
+    """Storage that allocates ranges and stores nothing, for tensors on the `meta` device.
 
     Args:
         nbytes: bytes to allocate ranges from.

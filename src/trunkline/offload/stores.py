@@ -29,20 +29,25 @@ class Backend(Protocol):
         ...
 
     def storage(self, tier: TierName, nbytes: int) -> Storage:
-        """Create the storage of `nbytes` bytes for a tier beyond the device (host or disk)."""
+        """Create the storage of `nbytes` bytes for a tier beyond the device (host or disk).
+
+        Raises:
+            TierError: host memory cannot be pinned.
+            ValueError: the scratch file cannot be created.
+        """
         ...
 
 
 @dataclass(slots=True)
 class Reservation:
-    """Bytes that one step reserves and holds.
+    """Bytes that one step reserves and holds on this rank.
 
     It is kept apart from `Stores`, so that it can be released after they were garbage-collected.
 
     Attributes:
         held: bytes held now, by tier.
-        persistent: bytes reserved between forward and backward, by tier.
-        transient: bytes reserved on the device during the step.
+        persistent: bytes reserved until the release, by tier.
+        transient: bytes reserved on the device beside these; steps run one at a time and share them.
         starts: offset of the step's range in each storage.
     """
 
@@ -53,18 +58,19 @@ class Reservation:
 
 
 class Tiers:
-    """Budgets and storages of all tiers of a model. Lanes and storages are created when a step first needs them.
+    """Budgets and storages of all tiers of a model on this rank. Lanes and storages are created at their first use.
 
     Args:
-        budgets: bytes of each tier; None is no limit for the device, and no such tier otherwise.
+        budgets: this rank's bytes of each tier; None is no limit for the device, and no such tier otherwise.
         backend: creates lanes and storages; None where the device alone is used.
-        prefetch: chunks of one store on the device at a time, in use or in flight.
+        prefetch: chunks of one offloaded store on the device at a time, in use or in flight.
 
     Attributes:
         budgets: bytes held, peak and limit of each tier.
-        bytes_per_token: cache of the bytes that the engine measured, by kind of step.
+        bytes_per_token: cache of the bytes that the engine measured, by the dtypes of a step.
         observer: called with every change of bytes held; None for no observer.
-        fixed_placement: number of head groups and placement to use, chosen beforehand by a simulation.
+        fixed_placement: number of head groups and placement that every step uses, set by a simulation; None places
+            each step anew.
     """
 
     def __init__(self, budgets: Mapping[TierName, int | None], backend: Backend | None, prefetch: int) -> None:
@@ -89,19 +95,22 @@ class Tiers:
 
     @property
     def lanes(self) -> Lanes:
-        """Lanes of the model."""
+        """Lanes of the model, created at the first use."""
         if self._lanes is None:
             assert self._backend is not None
             self._lanes = self._backend.lanes()
         return self._lanes
 
     def place(self, requests: Sequence[StoreRequest], hints: FitHints | None = None, *, headroom: int = 0) -> Placement:
-        """Place the stores of a step beside those of outstanding steps.
+        """Place the stores of a step beside those of outstanding steps; reserve nothing. The device must be limited.
 
         Args:
             requests: requests for the stores, in order of priority.
-            hints: fixes for the messages.
+            hints: fixes for the messages; None for the default ones.
             headroom: transient bytes of the device to leave to later steps.
+
+        Returns:
+            The placement, for `Stores`.
 
         Raises:
             ValueError: the stores do not fit.
@@ -125,7 +134,7 @@ class Tiers:
     def unreserved_bytes(self, tier: TierName) -> int | None:
         """Return the bytes of a tier that no outstanding step reserves or holds; None if unlimited.
 
-        Transient bytes do not count: outstanding steps run one at a time and share them.
+        Reserved transient bytes do not count: outstanding steps run one at a time and share them.
         """
         self.release_abandoned()
         budget = self.budgets[tier].budget
@@ -133,10 +142,17 @@ class Tiers:
         return None if budget is None else budget - taken
 
     def reserve(self, placement: Placement, reservation: Reservation) -> None:
-        """Reserve the bytes of a placement, until `release`.
+        """Reserve the bytes of a placement, until `release`; allocate its range in each storage.
+
+        The first reservation in a tier creates its storage. After an error nothing is reserved.
+
+        Args:
+            placement: from `place`, with no other reservation in between.
+            reservation: a new reservation, which is filled in.
 
         Raises:
             TierError: the disk has no room, or host memory cannot be pinned.
+            ValueError: the scratch file cannot be created.
         """
         self._reservations.append(reservation)
         try:
@@ -153,9 +169,12 @@ class Tiers:
         reservation.persistent = {"device": placement.persistent, **placement.offloaded}
 
     def release(self, reservation: Reservation) -> None:
-        """Release a reservation and the bytes still held: none after a complete backward, some after an error."""
+        """Release a reservation and the bytes still held: none after a complete backward, some after an error.
+
+        Later steps may use its ranges of the storages from now on.
+        """
         if self._lanes is not None:
-            self._lanes.drain()  # a pending move must not touch a range that another step may take next
+            self._lanes.drain()  # pending moves must not spoil ranges that another step may take next
         for tier, nbytes in reservation.held.items():
             self.budgets[tier].release(nbytes)
         reservation.held.clear()
@@ -168,17 +187,22 @@ class Tiers:
         self._abandoned.append(reservation)
 
     def release_abandoned(self) -> None:
-        """Release reservations of steps that were garbage-collected without a backward."""
+        """Release the reservations that `abandon` queued. Call it in compute's thread."""
         while self._abandoned:
             self.release(self._abandoned.popleft())
 
     def stats(self) -> Stats:
-        """Return peaks and traffic since the last call, and reset them."""
+        """Return this rank's peaks and traffic since the last call, and reset them."""
         self.release_abandoned()
         return take_stats(self.budgets, self._lanes)
 
     def storage(self, tier: TierName) -> Storage:
-        """Return the storage of a tier beyond the device."""
+        """Return the storage of a tier beyond the device; create it, at the tier's whole budget, if there is none.
+
+        Raises:
+            TierError: host memory cannot be pinned.
+            ValueError: the scratch file cannot be created.
+        """
         if tier not in self._storages:
             budget = self.budgets[tier].budget
             assert budget is not None
@@ -188,14 +212,15 @@ class Tiers:
 
 
 class Stores:
-    """Stores of one step, until it is closed or garbage-collected.
+    """Stores of one step, and its reservation in the tiers, until they are closed or garbage-collected.
 
     Args:
         tiers: tiers of the model.
-        placement: placement of the stores; None leaves every chunk on the device.
+        placement: placement of the stores, which is reserved; None leaves every chunk on the device.
 
     Raises:
         TierError: the disk has no room, or host memory cannot be pinned.
+        ValueError: the scratch file cannot be created.
     """
 
     def __init__(self, tiers: Tiers, placement: Placement | None = None) -> None:
@@ -239,7 +264,7 @@ class Stores:
         return self.tiers.lanes
 
     def blocks(self, name: str, num_chunks: int) -> list[StorageBlock | None]:
-        """Return the block of each chunk of a store; None for chunks that rest on the device."""
+        """Return the block of each chunk of a store; None for chunks on the device, or without a place."""
         if self.placement is None:
             return [None] * num_chunks
         places, sizes = self.placement.places[name], self.placement.sizes[name]
@@ -252,22 +277,29 @@ class Stores:
         return blocks
 
     def num_resident(self, names: Sequence[str], num_chunks: int) -> int:
-        """Return how many chunks, counted from the first, rest on the device in all of these stores."""
+        """Return how many chunks, counted from the first, rest on the device in all of these stores.
+
+        Without a placement all `num_chunks` do. Names that the placement lacks are ignored; it must have one of them.
+        """
         if self.placement is None:
             return num_chunks
         return min(self.placement.num_on_device(name) for name in names if name in self.placement.places)
 
     def stash(self, kind: str, x: Tensor, block: StorageBlock) -> Move:
-        """Copy a dense tensor into its block.
+        """Start to copy a dense tensor into its block.
 
         Args:
             kind: kind of the store. The last `prefetch - 1` tensors of a kind (at least one while it is copied) stay
-                on the device; this call waits for older ones.
+                on the device; compute waits for older ones.
             x: the tensor; it stays on the device until it is flushed.
             block: its block.
 
+        Returns:
+            The move, after which the block can be fetched.
+
         Raises:
             ValueError: the tensor is larger than its block.
+            TierError: an older move of this kind failed.
         """
         if x.nbytes > block.capacity:
             raise ValueError(
@@ -284,7 +316,11 @@ class Stores:
         return move
 
     def flush(self, kind: str, max_pending: int = 0) -> None:
-        """Make compute wait for stashes of a kind, oldest first, until `max_pending` are left; free their tensors."""
+        """Make compute wait for stashes of a kind, oldest first, until `max_pending` are left; free their tensors.
+
+        Raises:
+            TierError: one of them failed.
+        """
         moves = self._pending[kind]
         while len(moves) > max_pending:
             move = moves.popleft()
@@ -292,12 +328,16 @@ class Stores:
             self.release("device", move.nbytes)
 
     def flush_all(self) -> None:
-        """Make compute wait for all stashes; free their tensors on the device."""
+        """Make compute wait for all stashes; free their tensors on the device.
+
+        Raises:
+            TierError: one of them failed.
+        """
         for kind in self._pending:
             self.flush(kind)
 
     def acquire(self, tier: TierName, nbytes: int, kind: str = IN_FLIGHT) -> None:
-        """Count bytes as held in a tier; nothing is allocated.
+        """Count bytes as held in a tier; nothing is allocated. After `close` this does nothing.
 
         Args:
             tier: tier that holds them.

@@ -26,7 +26,7 @@ LANES: tuple[LaneName, ...] = ("fetch", "stash")
 
 @dataclass(slots=True)
 class LaneTraffic:
-    """Traffic of one lane.
+    """Traffic of one of this rank's lanes.
 
     Attributes:
         moved: bytes.
@@ -106,31 +106,40 @@ class Lanes(Protocol):
 
     @property
     def traffic(self) -> dict[LaneName, LaneTraffic]:
-        """Traffic of each lane; its reader sets the counters to zero."""
+        """Traffic of each lane; its reader sets the counters to zero. CUDA lanes wait for the device first."""
         ...
 
     def prepare(self, nbytes: int) -> None:
-        """Allocate the buffers for file moves of up to `nbytes`. Called before a sweep."""
+        """Allocate the buffers for moves of up to `nbytes` to and from a file. Called before each step that has any.
+
+        Lanes without such buffers do nothing.
+
+        Raises:
+            TierError: the buffers cannot be pinned.
+        """
         ...
 
     def stash(self, x: Tensor, block: StorageBlock) -> Move:
-        """Copy a dense tensor into `block`."""
+        """Start to copy a dense tensor into `block`; `x` must not change until `finish`."""
         ...
 
     def fetch(self, block: StorageBlock, into: Tensor, after: Move) -> Move:
-        """Copy `block` into a dense tensor, after the move that filled the block."""
+        """Start to copy `block` into a dense tensor, after the move that filled the block."""
         ...
 
     def finish(self, move: Move) -> None:
-        """Make compute wait for `move`.
+        """Make compute wait until a stash no longer reads its tensor, or a fetch has filled it.
 
         Raises:
-            TierError: the move failed.
+            TierError: the move failed. A stash that fails later makes the fetch of its block fail.
         """
         ...
 
     def drain(self) -> None:
-        """Make compute wait for all pending moves, failed ones included."""
+        """Make it safe to give the blocks of all pending moves, failed ones included, to another step.
+
+        It raises nothing. Lanes that guarantee this by the order of their moves need not wait.
+        """
         ...
 
 

@@ -2,7 +2,8 @@
 
 A move to or from the host slab is one asynchronous copy, and the host never waits for it. A move to or from the
 scratch file has two legs through pinned staging memory: a copy on the lane's stream, and file I/O in the lane's thread.
-The host waits only in `finish` of a fetch that has not been read yet, and in `stash` when all staging memory is in use.
+During a step the host waits only in `finish` of a fetch that has not been read from the file yet, and in `stash` when
+all staging memory is in use.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class CudaLanes(Lanes):
         ready, handle = self._compute.record_event(), _MoveState()
 
         def read() -> None:
-            after.handle.file_io.result()
+            after.handle.file_io.result()  # the stash thread may still write the block; raises if the write failed
             offset = staging.acquire()
             try:
                 start = time.perf_counter()
@@ -185,6 +186,7 @@ class CudaLanes(Lanes):
     def drain(self) -> None:
         for worker in self._workers.values():
             worker.submit(int).result()  # a thread runs its work in order: all that was given before is over
+        # Later copies wait for compute, and with it for all copies before: another step may get the same memory.
         for stream in self._streams.values():
             self._compute.wait_stream(stream)
 

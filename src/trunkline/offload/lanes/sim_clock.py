@@ -101,14 +101,14 @@ class SimClock:
         return self._cut
 
     def issue(self) -> None:
-        """Issue an operator from the host; a synchronous host takes this time from compute."""
+        """Issue one operator from the host; on a synchronous host its time counts as compute."""
         if self._speeds.synchronous:
             self.run(self._speeds.host_seconds)
         else:
             self._host += self._speeds.host_seconds
 
     def run(self, seconds: float, label: str = "") -> None:
-        """Run compute for so many seconds, or longer where busy queues slow it down."""
+        """Run the issued operator on compute for `seconds`, or longer where busy queues slow it down."""
         begin = max(self.compute, self._host)
         self._simulate(begin)
         left = seconds
@@ -130,7 +130,18 @@ class SimClock:
     def submit(
         self, queue: str, units: float, *, after: QueuedWork | None = None, lane: str = "", label: str = ""
     ) -> QueuedWork:
-        """Queue an item; it is ready when compute has ended its work so far and the item `after` has ended."""
+        """Queue an item; it may begin when compute has ended its work so far and the item `after` has ended.
+
+        Args:
+            queue: name of the queue.
+            units: size of the item, in the units of the queue's speed.
+            after: item that must end before; None for none.
+            lane: lane that it is counted for; empty for the queue's name.
+            label: label of its segment.
+
+        Returns:
+            The item, for `wait` or as `after` of another.
+        """
         item = QueuedWork(queue, units, max(self.compute, self._host), after, lane or queue, label)
         self._queues.setdefault(queue, deque()).append(item)
         return item

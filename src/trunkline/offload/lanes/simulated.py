@@ -42,6 +42,7 @@ class SimulatedLanes(Lanes):
     @override
     def traffic(self) -> dict[LaneName, LaneTraffic]:
         if self._clock is not None:
+            # Seconds since the clock began: a reader's reset does not change the clock.
             for lane, traffic in self._traffic.items():
                 traffic.busy, traffic.exposed = (
                     seconds.get(lane, 0.0) for seconds in (self._clock.busy, self._clock.exposed)

@@ -67,5 +67,6 @@ class ThreadLanes(Lanes):
 
     @override
     def drain(self) -> None:
-        # Nothing to wait for: a lane runs its moves in order, and pending ones keep their tensors alive.
+        # Nothing to wait for: another step's stash runs after all pending stashes, its fetch after all pending fetches.
+        # A pending fetch may read the other step's data, but nobody uses its result. Moves keep their tensors alive.
         pass
