@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -70,7 +71,6 @@ class CostModel:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._kinds: dict[Any, OperatorKind] = {}
 
     def operator_cost(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorCost:
         """Return the cost of a PyTorch operator; its tensors may be on the `meta` device.
@@ -81,9 +81,7 @@ class CostModel:
             kwargs: keyword arguments.
             out: its output.
         """
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = operator_kind(func)
+        kind = operator_kind(func)
         if kind == "free":
             return FREE
         if kind == "matmul":
@@ -100,9 +98,8 @@ class CostModel:
         A query-key pair costs 2·D FLOPs for its score and 2·Dv for its output in forward, and twice that in backward.
         A flash kernel also recomputes scores in backward: they count as time, not as FLOPs.
         """
-        dims = call.head_dim + call.value_dim
-        flops = (2 if call.direction == "forward" else 4) * dims * call.pairs
-        executed = (2 if call.direction == "forward" else 5) * dims * call.pairs
+        forward, dims = call.direction == "forward", call.head_dim + call.value_dim
+        flops, executed = ((2 if forward else products) * dims * call.pairs for products in (4, 5))
         if call.kernel == "math":
             return OperatorCost(self._math_attention_seconds(call), flops)
         rate = self._hardware.attention_rate(
@@ -133,6 +130,7 @@ class CostModel:
         return OperatorCost(max(self._hardware.kernel_seconds, seconds), flops)
 
 
+@cache
 def operator_kind(func: Any) -> OperatorKind:
     """Classify an operator by the kind of work that determines its time."""
     packet = func._overloadpacket
@@ -163,16 +161,12 @@ def operator_kind(func: Any) -> OperatorKind:
 
 def _sizes(func: Any, args: tuple[Any, ...], flops: int) -> tuple[int, int, int, torch.dtype]:
     """Return m, n, k of one of the matrix products of a call, and their dtype."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
     packet = func._overloadpacket
-    if packet in (aten.addmm, aten.baddbmm):
-        tensors = tensors[1:]
-    a, b = tensors[0], tensors[1]
-    if a.ndim == b.ndim and packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-        return a.shape[-2], b.shape[-1], a.shape[-1], a.dtype
-    n = b.shape[-1]
-    k = a.shape[-1]
-    return max(1, flops // (2 * n * k)), n, k, a.dtype
+    adds = packet in (aten.addmm, aten.baddbmm)  # their first argument is no factor
+    a, b = [x for x in args if isinstance(x, Tensor)][adds : adds + 2]
+    n, k = b.shape[-1], a.shape[-1]
+    is_product = a.ndim == b.ndim and (adds or packet in (aten.mm, aten.bmm))
+    return a.shape[-2] if is_product else max(1, flops // (2 * n * k)), n, k, a.dtype
 
 
 def _grouped(a: Tensor, b: Tensor, out: Tensor) -> tuple[int, int, int, int, torch.dtype]:

@@ -48,7 +48,7 @@ from trunkline.plan.simulated_tp import tp_shard
 from trunkline.plan.step_trace import Counters, SegmentRecorder, StepSegment, Trace, join_segments
 from trunkline.units import TIERS, TierName, format_bytes
 
-_OUTSIDE_STORES = "device, outside stores"  # a tier of the trace beside the three real ones
+_OUTSIDE_STORES = "device, outside stores"  # a tally of the trace beside the three tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +242,11 @@ class Estimator:
         self._clock = SimClock(speeds_of(self._hardware, parallel_dims.world_size), record=timeline)
         clock = None if self._hardware is None else self._clock
         self._memory = DeviceMemory()
+        self._host = MemoryTally()
+        self._stores = {tier: MemoryTally() for tier in TIERS}
         self._tallies: dict[str, MemoryTally] = {
-            "device": self._memory, _OUTSIDE_STORES: self._memory.outside_stores,
-            "host": MemoryTally(), "disk": MemoryTally(),
+            "device": self._memory, _OUTSIDE_STORES: self._memory.outside_stores, "host": self._host,
+            "disk": self._stores["disk"], **{f"{tier} stores": tally for tier, tally in self._stores.items()},
         }  # fmt: skip
         self._ranks = SimulatedRanks(parallel_dims, self._hardware, clock)
         fsdp_size, tp = parallel_dims.fsdp_size, parallel_dims.tp
@@ -253,7 +255,7 @@ class Estimator:
         if sharding_spec.is_sharded(fsdp_size) or fsdp_size > 1:
             fsdp_link = collective_link(fsdp_size, parallel_dims.world_size, self._hardware, clock)
             self._sharding = self._decoder.sharding = SimulatedSharding(
-                self._model, self._decoder.layers, sharding_spec, fsdp_link, clock, self._memory, self._tallies["host"]
+                self._model, self._decoder.layers, sharding_spec, fsdp_link, clock, self._memory, self._host
             )
         self._op_tracer = OpTracer(
             None if self._hardware is None else CostModel(self._hardware),
@@ -291,7 +293,8 @@ class Estimator:
             self._model, self._spec, self._dims.fsdp_size, self._optimizer if backward else None,
             micro_batches=self._micro_batches,
         )  # fmt: skip
-        start = {"device": states.device, _OUTSIDE_STORES: states.device, "host": states.host, "disk": Counter[str]()}
+        held = {"device": states.device, _OUTSIDE_STORES: states.device, "host": states.host}
+        start = {name: held.get(name, Counter()) for name in self._tallies}
         trace = join_segments(_all_layers(segments, units, represented_by), start)
         return self._estimate(trace, states, {} if placement is None else dict(placement.offloaded), backward=backward)
 
@@ -320,9 +323,7 @@ class Estimator:
         # Model states are counted by arithmetic (`ModelStates`), with their sharding.
         self._memory.ignore([*(local(p) for p in self._model.parameters()), *self._model.buffers(), batch.input_ids_BS])
         self._tiers.observer = self._on_store_bytes
-        recorder = self._recorder = SegmentRecorder(
-            self._clock, self._store_bytes, self._tallies, self._counters, timeline=self._timeline
-        )
+        recorder = self._recorder = SegmentRecorder(self._clock, self._tallies, self._counters, timeline=self._timeline)
         decoder = representative_layers.DecoderSubset(self._decoder, chosen, recorder, self._memory)
         spans = [self._meta_model.attention_spans[layer] for layer in chosen]
         with self._op_tracer.tracing(), self._ranks.guard():
@@ -360,20 +361,13 @@ class Estimator:
         if self._recorder is not None and progress.part == "backward" and progress.layer < 0:
             self._recorder.enter(None)
 
-    def _on_store_bytes(self, tier: str, kind: str, nbytes: int) -> None:
+    def _on_store_bytes(self, tier: TierName, kind: str, nbytes: int) -> None:
         label = STORE_LABELS.get(kind, kind)
+        self._stores[tier].add(label, nbytes)
         if tier == "device":
             self._memory.label_stored(label, nbytes)  # its tensors are counted already
-        else:
-            self._tallies[tier].add(label, nbytes)
-
-    def _store_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return the stores' bytes by tier, held now and at their peak, and reset the peak."""
-        nbytes: dict[str, tuple[int, int]] = {}
-        for tier, account in self._tiers.budgets.items():
-            nbytes[tier] = account.held, account.peak
-            account.peak = account.held
-        return nbytes
+        elif tier == "host":
+            self._host.add(label, nbytes)
 
     def _counters(self) -> Counters:
         counters: Counters = {
@@ -404,7 +398,7 @@ class Estimator:
                 seconds = states.seconds(self._hardware, offload=self._spec.offload, devices=self._dims.fsdp_size)
             step = self._timing(trace, seconds / self._micro_batches, backward=backward)
         return Estimate(
-            peaks={tier: trace.stores.get(tier, 0) for tier in TIERS}, moved=moved, memory=memory, step=step,
+            peaks={tier: trace.peaks[f"{tier} stores"] for tier in TIERS}, moved=moved, memory=memory, step=step,
             outside_stores=trace.peaks[_OUTSIDE_STORES], reserved=reserved,
         )  # fmt: skip
 

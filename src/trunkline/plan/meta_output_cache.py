@@ -7,13 +7,13 @@ distinct operators with few distinct shapes, many times each.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 _TensorMeta = tuple[torch.Size, tuple[int, ...], torch.dtype]  # shape, stride, dtype
+_Aliasing = Literal["new", "in place", "other"]  # all outputs are new; the output is the first argument, changed
 
 
 class MetaOutputCache:
@@ -23,7 +23,7 @@ class MetaOutputCache:
     """
 
     def __init__(self) -> None:
-        self._aliasing: dict[Any, _Aliasing] = {}
+        self._aliasing: dict[Any, _Aliasing] = {}  # by operator
         self._outputs: dict[Hashable, _TensorMeta | tuple[_TensorMeta, ...]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -31,9 +31,9 @@ class MetaOutputCache:
         aliasing = self._aliasing.get(func)
         if aliasing is None:
             aliasing = self._aliasing[func] = _aliasing_of(func)
-        if aliasing.in_place and isinstance(args[0], Tensor) and args[0].device.type == "meta":
+        if aliasing == "in place" and isinstance(args[0], Tensor) and args[0].device.type == "meta":
             return args[0]
-        if not aliasing.all_new:
+        if aliasing != "new":
             return func(*args, **kwargs)
         try:
             key = func, _key(args), _key(tuple(kwargs.items()))
@@ -44,7 +44,7 @@ class MetaOutputCache:
             out = func(*args, **kwargs)
             outs = out if isinstance(out, tuple) else (out,)
             if _share_storage(outs, args):  # the schema of `_unsafe_view` claims a new tensor, and it is a view
-                self._aliasing[func] = _Aliasing(all_new=False, in_place=False)
+                self._aliasing[func] = "other"
             elif all(isinstance(x, Tensor) and x.device.type == "meta" and x.layout == torch.strided for x in outs):
                 metas = tuple((x.shape, x.stride(), x.dtype) for x in outs)
                 self._outputs[key] = metas if isinstance(out, tuple) else metas[0]
@@ -54,22 +54,15 @@ class MetaOutputCache:
         return tuple(_empty(meta) for meta in cached)
 
 
-@dataclass(frozen=True, slots=True)
-class _Aliasing:
-    """Aliasing of an operator: all outputs are new tensors, or the output is the first argument, changed in place."""
-
-    all_new: bool
-    in_place: bool
-
-
 def _aliasing_of(func: Any) -> _Aliasing:
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
     aliased = any(r.alias_info is not None for r in returns)
     writes_first = len(returns) == 1 and aliased and bool(written) and written[0] and not any(written[1:])
     keeps_shape = torch.Tag.inplace_view not in func.tags and not func._schema.name.endswith("resize_")
-    in_place = writes_first and func._schema.name.endswith("_") and keeps_shape
-    return _Aliasing(bool(returns) and not aliased and not any(written), in_place)
+    if writes_first and keeps_shape and func._schema.name.endswith("_"):
+        return "in place"
+    return "new" if returns and not aliased and not any(written) else "other"
 
 
 def _share_storage(outs: tuple[Any, ...], args: tuple[Any, ...]) -> bool:

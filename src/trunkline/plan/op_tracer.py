@@ -58,23 +58,19 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         self._memory.track(made)
         if self._cost_model is not None:
-            # The host issues before the device starts: with a slow host the device waits for it.
-            self._issue()
             self._run(self._cost_model.operator_cost(func, args, kwargs, out))
         return out
 
-    def _issue(self) -> None:
-        self.operators += 1
-        self._clock.issue()
-
     def _run(self, cost: OperatorCost) -> None:
+        self.operators += 1
         self.flops += cost.flops
+        # The host issues before the device starts: with a slow host the device waits for it.
+        self._clock.issue()
         if cost.seconds:
             self._clock.run(cost.seconds)
 
     def _attention(self, call: KernelCall) -> None:
         if self._cost_model is not None:
-            self._issue()
             self._run(self._cost_model.attention_cost(call))
 
     @contextlib.contextmanager

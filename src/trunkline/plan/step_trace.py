@@ -17,8 +17,8 @@ Counters = dict[str, float]  # growing numbers of a step, by name: seconds, FLOP
 
 
 @dataclass(frozen=True, slots=True)
-class TierUsage:
-    """Memory of a tier through a segment, in bytes above those held when the segment began.
+class TallyUsage:
+    """Bytes of a tally through a segment, above those held when the segment began.
 
     Attributes:
         peak: most bytes.
@@ -30,9 +30,9 @@ class TierUsage:
 
     peak: int
     net: int
-    parts: Counter[str] = field(default_factory=Counter)
-    net_parts: Counter[str] = field(default_factory=Counter)
-    series: list[tuple[float, int]] = field(default_factory=list)
+    parts: Counter[str]
+    net_parts: Counter[str]
+    series: list[tuple[float, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,14 @@ class StepSegment:
         phase: `embed`, `forward`, `head` or `backward`.
         layer: decoder layer; None outside the layers.
         counters: growth of each counter in this segment.
-        stores: bytes of the engine's stores in each tier.
-        memory: all bytes in each tier.
+        memory: bytes of each tally.
         lanes: work of each lane over time, where it is recorded.
     """
 
     phase: str
     layer: int | None
     counters: Counters
-    stores: dict[str, TierUsage]
-    memory: dict[str, TierUsage]
+    memory: dict[str, TallyUsage]
     lanes: dict[str, list[LaneSegment]]
 
     @property
@@ -71,8 +69,7 @@ class SegmentRecorder:
 
     Args:
         clock: clock of the step.
-        store_bytes: returns the engine's stores by tier: bytes held, and the most held since the last call.
-        memory: memory of each tier.
+        memory: tallies by name: memory of each tier, and of parts of it.
         counters: returns all other growing numbers.
         timeline: record memory and lanes over time.
 
@@ -83,13 +80,12 @@ class SegmentRecorder:
     def __init__(
         self,
         clock: SimClock,
-        store_bytes: Callable[[], dict[str, tuple[int, int]]],
         memory: Mapping[str, MemoryTally],
         counters: Callable[[], Counters],
         *,
         timeline: bool,
     ) -> None:
-        self._clock, self._store_bytes, self._memory, self._counters = clock, store_bytes, memory, counters
+        self._clock, self._memory, self._counters = clock, memory, counters
         self.segments: list[StepSegment] = []
         self._phase = "embed"
         self._layer: int | None = None
@@ -125,7 +121,6 @@ class SegmentRecorder:
     def _open(self) -> None:
         self._begin = self._clock.compute
         self._counters_before = self._counters()
-        self._stores_before = {tier: held for tier, (held, _) in self._store_bytes().items()}
         self._held_before = {tier: (tally.held, tally.parts.copy()) for tier, tally in self._memory.items()}
         self._series: dict[str, list[tuple[float, int]]] = {tier: [] for tier in self._memory}
         self._lanes_before = self._clock.cut_segments()
@@ -134,25 +129,21 @@ class SegmentRecorder:
 
     def _close(self) -> None:
         counters = {name: value - self._counters_before.get(name, 0.0) for name, value in self._counters().items()}
-        stores = {
-            tier: TierUsage(peak - self._stores_before[tier], held - self._stores_before[tier])
-            for tier, (held, peak) in self._store_bytes().items()
-        }
         memory = {}
-        for tier, tally in self._memory.items():
-            held, parts = self._held_before[tier]
-            memory[tier] = TierUsage(
+        for name, tally in self._memory.items():
+            held, parts = self._held_before[name]
+            memory[name] = TallyUsage(
                 tally.peak - held,
                 tally.held - held,
-                _minus(tally.parts_at_peak, parts),
-                _minus(tally.parts, parts),
-                thinned(self._series[tier], counters["seconds"], MOST_POINTS),
+                _growth(tally.parts_at_peak, parts),
+                _growth(tally.parts, parts),
+                thinned(self._series[name], counters["seconds"], MOST_POINTS),
             )
         lanes = {
             lane: [(a - self._begin, b - self._begin, label) for a, b, label in work[self._lanes_before.get(lane, 0) :]]
             for lane, work in self._clock.segments.items()
         }
-        self.segments.append(StepSegment(self._phase, self._layer, counters, stores, memory, lanes))
+        self.segments.append(StepSegment(self._phase, self._layer, counters, memory, lanes))
 
 
 @dataclass(slots=True)
@@ -161,16 +152,14 @@ class Trace:
 
     Attributes:
         counters: sum of each counter.
-        stores: most bytes of the engine's stores in each tier.
-        peaks: most bytes in each tier.
-        parts: bytes in each tier at its peak, by label.
+        peaks: most bytes of each tally.
+        parts: bytes of each tally at its peak, by label.
         phases: (name, begin, end) in seconds.
-        memory: (second, bytes) of each tier, where it is recorded.
+        memory: (second, bytes) of each tally, where it is recorded.
         lanes: work of each lane over time, where it is recorded.
     """
 
     counters: Counters = field(default_factory=dict)
-    stores: dict[str, int] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     parts: dict[str, Counter[str]] = field(default_factory=dict)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
@@ -183,27 +172,24 @@ def join_segments(segments: Iterable[StepSegment], start: Mapping[str, Counter[s
 
     Args:
         segments: segments in order; one may come several times.
-        start: bytes that each tier holds before the first, by label.
+        start: bytes that each tally holds before the first, by label.
     """
     trace, now = Trace(), 0.0
-    stores: Counter[str] = Counter()
-    parts = {tier: held.copy() for tier, held in start.items()}
-    held_now = {tier: held.total() for tier, held in start.items()}
-    for tier, held in held_now.items():
-        trace.peaks[tier], trace.parts[tier], trace.memory[tier] = held, parts[tier].copy(), [(0.0, held)]
+    parts = {name: held.copy() for name, held in start.items()}
+    held_now = {name: held.total() for name, held in start.items()}
+    for name, held in held_now.items():
+        trace.peaks[name], trace.parts[name], trace.memory[name] = held, parts[name].copy(), [(0.0, held)]
     for segment in segments:
-        for name, value in segment.counters.items():
-            trace.counters[name] = trace.counters.get(name, 0) + value
-        for tier, usage in segment.stores.items():
-            trace.stores[tier] = max(trace.stores.get(tier, 0), stores[tier] + usage.peak)
-            stores[tier] += usage.net
-        for tier, usage in segment.memory.items():
-            if held_now[tier] + usage.peak > trace.peaks[tier]:
-                trace.peaks[tier] = held_now[tier] + usage.peak
-                trace.parts[tier] = _plus(parts[tier], usage.parts)
-            trace.memory[tier] += [(now + second, held_now[tier] + nbytes) for second, nbytes in usage.series]
-            held_now[tier] += usage.net
-            parts[tier] = _plus(parts[tier], usage.net_parts)
+        for counter, growth in segment.counters.items():
+            trace.counters[counter] = trace.counters.get(counter, 0) + growth
+        for name, usage in segment.memory.items():
+            if held_now[name] + usage.peak > trace.peaks[name]:
+                trace.peaks[name] = held_now[name] + usage.peak
+                trace.parts[name] = parts[name].copy()
+                trace.parts[name].update(usage.parts)
+            trace.memory[name] += [(now + second, held_now[name] + nbytes) for second, nbytes in usage.series]
+            held_now[name] += usage.net
+            parts[name].update(usage.net_parts)
         for lane, work in segment.lanes.items():
             label = segment.label if lane == "compute" else None
             trace.lanes.setdefault(lane, []).extend((now + a, now + b, label or own) for a, b, own in work)
@@ -216,9 +202,7 @@ def join_segments(segments: Iterable[StepSegment], start: Mapping[str, Counter[s
     return trace
 
 
-def _minus(a: Counter[str], b: Counter[str]) -> Counter[str]:
-    return Counter({name: a[name] - b[name] for name in {*a, *b} if a[name] != b[name]})
-
-
-def _plus(a: Counter[str], b: Counter[str]) -> Counter[str]:
-    return Counter({name: a[name] + b[name] for name in {*a, *b}})
+def _growth(after: Counter[str], before: Counter[str]) -> Counter[str]:
+    growth = after.copy()
+    growth.subtract(before)  # unlike `-`, it keeps what is negative
+    return growth

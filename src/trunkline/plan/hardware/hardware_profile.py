@@ -97,8 +97,7 @@ class Hardware(ProfileFigures):
         Raises:
             ValueError: the profile has no figure for the dtype.
         """
-        name = _DTYPES.get(dtype)
-        return self._of("bf16" if name == "fp16" and name not in self.peak else name, dtype, "peak", self.peak)
+        return self._of(dtype, "peak", self.peak)
 
     def matmul_rate(self, dtype: torch.dtype, m: int, n: int, k: int) -> float:
         """Return FLOP/s (2mnk) of a product of (m, k) and (k, n).
@@ -166,14 +165,14 @@ class Hardware(ProfileFigures):
 
     def _stand_in(self, dtype: torch.dtype, table: str, tables: Mapping[Any, _T]) -> tuple[_T, float]:
         """Return the samples that count for a dtype, and the factor on their rates."""
-        name, factor = _DTYPES.get(dtype), 1.0
+        if dtype == torch.float32 and "fp32" not in tables and self.device_type == "cuda" and "bf16" in tables:
+            return tables["bf16"], self.peak_rate(dtype) / self.peak_rate(torch.bfloat16)
+        return self._of(dtype, table, tables), 1.0
+
+    def _of(self, dtype: torch.dtype, table: str, tables: Mapping[Any, _T]) -> _T:
+        name = _DTYPES.get(dtype)
         if name == "fp16" and name not in tables:
             name = "bf16"
-        if name == "fp32" and name not in tables and self.device_type == "cuda" and "bf16" in tables:
-            name, factor = "bf16", self.peak_rate(dtype) / self.peak_rate(torch.bfloat16)
-        return self._of(name, dtype, table, tables), factor
-
-    def _of(self, name: str | None, dtype: torch.dtype, table: str, tables: Mapping[Any, _T]) -> _T:
         if name in tables:
             return tables[name]
         raise NoFigures(
@@ -204,15 +203,17 @@ def speeds_of(hardware: Hardware | None, devices: int) -> QueueSpeeds:
         # Host memory serves both directions of all devices at once.
         share = min(1.0, memory / (link.both_to_device + link.both_to_host)) / uplink
         both |= {LINK["fetch"]: link.both_to_device * share, LINK["stash"]: link.both_to_host * share}
-    queues = [LINK, DISK] if link is not None else [DISK]
-    interference = hardware.interference
+    pairs: dict[str, tuple[str, float]] = {}
+    interference: Mapping[Any, float] = hardware.interference
+    slowdown = {"comm": interference.get("comm", 0.0)}
+    for queues in (DISK,) if link is None else (LINK, DISK):
+        for lane, other in (("fetch", "stash"), ("stash", "fetch")):
+            pairs[queues[lane]] = queues[other], both[queues[lane]]
+            slowdown[queues[lane]] = interference.get(lane, 0.0)
     return QueueSpeeds(
         alone=alone,
-        pairs={
-            pair[a]: (pair[b], both[pair[a]]) for pair in queues for a, b in (("fetch", "stash"), ("stash", "fetch"))
-        },
-        slowdown={pair[lane]: interference.get(lane, 0.0) for pair in queues for lane in ("fetch", "stash")}
-        | {"comm": interference.get("comm", 0.0)},
+        pairs=pairs,
+        slowdown=slowdown,
         host_seconds=hardware.host_seconds,
         synchronous=hardware.device_type == "cpu",
     )

@@ -9,22 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    Strict,
-    TypeAdapter,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from trunkline.plan.hardware.interpolation import AttentionSamples, RateCurve, RateSamples
 
@@ -35,74 +24,75 @@ MemoryKind: TypeAlias = Literal["copy", "pointwise", "transcendental", "reductio
 _DATE = re.compile(r"[0-9]{4}(-[0-9]{2}){0,2}")
 _Positive: TypeAlias = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 _Size: TypeAlias = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False, multiple_of=1)]
+_Share: TypeAlias = Annotated[float, Strict(), Field(ge=0, lt=1)]
 
 
 class NoFigures(ValueError):  # noqa: N818 - it is raised to users as the ValueError that it is
     """Error: a profile has no figures for the requested dtype, or for collectives."""
 
 
-def _content(entry: Any, key: str, form: str) -> Any:
-    """Return `entry[key]` of a figure after checking its keys, source and date; errors show the valid `form`."""
-    if not isinstance(entry, Mapping) or set(entry) != {key, "source", "date"}:
-        raise ValueError(f"give {form} and no other keys, not {entry!r}")
-    if not isinstance(entry["source"], str) or not entry["source"].strip():
-        raise ValueError(f"source must say where the figure comes from, not {entry['source']!r}")
-    if not isinstance(entry["date"], str) or not _DATE.fullmatch(entry["date"]):
-        raise ValueError(f'date must be text like "2026", "2026-11" or "2026-11-30", not {entry["date"]!r}')
-    return entry[key]
+class _FigureReader:
+    """Reader of a figure: checks its keys, source, date and content, and returns what the profile keeps of it.
 
+    Args:
+        key: `value` or `points`, which has the content.
+        content: the content, as errors show it.
+        refusal: beginning of the error for other content.
+        kind: type of the content.
+        build: makes what is kept of the content.
+    """
 
-class _ValueReader:
-    """Validator of a figure with one value."""
+    def __init__(self, key: str, content: str, refusal: str, kind: Any, build: Callable[[Any], Any]) -> None:
+        self.form = f'{{ {key} = {content}, source = "…", date = "2026-11" }}'
+        self._key, self._refusal, self._kind, self._build = key, refusal, TypeAdapter[Any](kind), build
 
-    def __init__(self, unit: str, amount: str = "a positive number") -> None:
-        self.form = f'{{ value = {unit}, source = "…", date = "2026-11" }}'
-        self._wanted = f"{amount} ({unit})"
+    def __get_pydantic_core_schema__(self, _kept: Any, _handler: Any) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._read)
 
-    def __call__(self, entry: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        value = _content(entry, "value", self.form)
+    def _read(self, entry: Any) -> Any:
+        if not isinstance(entry, Mapping) or set(entry) != {self._key, "source", "date"}:
+            raise ValueError(f"give {self.form} and no other keys, not {entry!r}")
+        if not isinstance(entry["source"], str) or not entry["source"].strip():
+            raise ValueError(f"source must say where the figure comes from, not {entry['source']!r}")
+        if not isinstance(entry["date"], str) or not _DATE.fullmatch(entry["date"]):
+            raise ValueError(f'date must be text like "2026", "2026-11" or "2026-11-30", not {entry["date"]!r}')
+        content = entry[self._key]
         try:
-            return check(None if isinstance(value, bool | str) else value)  # pydantic would take True for 1
-        except ValidationError:
-            raise ValueError(f"value must be {self._wanted}, not {value!r}") from None
-
-
-class _PointsReader:
-    """Validator of a figure with samples: each point has the sizes, then the rate."""
-
-    def __init__(self, build: type[RateSamples | AttentionSamples], unit: str, *columns: str) -> None:
-        self.form = f'{{ points = [[{", ".join(columns)}, rate], …], source = "…", date = "2026-11" }}'
-        self._build = build
-        kinds = [Literal[0, 1] if column == "causal" else _Size for column in columns]
-        rows: Any = Annotated[list.__class_getitem__(tuple.__class_getitem__((*kinds, _Positive))), Field(min_length=1)]
-        self._rows: TypeAdapter[Any] = TypeAdapter(rows)
-        self._wanted = f"[{', '.join(columns)}, rate], whole sizes and a rate in {unit}"
-
-    def __call__(self, entry: Any) -> RateSamples | AttentionSamples:
-        rows = _content(entry, "points", self.form)
-        try:
-            self._rows.validate_python(rows)
+            self._kind.validate_python(content)
         except ValidationError as error:
-            place = error.errors()[0]["loc"]
-            wrong = rows[place[0]] if place else rows
-            raise ValueError(f"points must be a list of {self._wanted}; not {wrong!r}") from None
-        return self._build(rows)
+            place = error.errors()[0]["loc"]  # the row of a point that is wrong; empty for a value
+            raise ValueError(f"{self._refusal}{content[place[0]] if place else content!r}") from None
+        return self._build(content)
 
 
-_WHOLE = "a positive whole number"
-Bytes: TypeAlias = Annotated[int, Field(gt=0), WrapValidator(_ValueReader("bytes", _WHOLE))]
-Devices: TypeAlias = Annotated[int, Field(gt=0), WrapValidator(_ValueReader("devices", _WHOLE))]
-BytesPerSecond: TypeAlias = Annotated[_Positive, WrapValidator(_ValueReader("bytes/s"))]
-FlopsPerSecond: TypeAlias = Annotated[_Positive, WrapValidator(_ValueReader("FLOP/s"))]
-Seconds: TypeAlias = Annotated[_Positive, WrapValidator(_ValueReader("seconds"))]
-Share: TypeAlias = Annotated[
-    float, Field(ge=0, lt=1), WrapValidator(_ValueReader("share", "a number of at least 0 and below 1"))
-]
-MatmulPoints: TypeAlias = Annotated[RateSamples, PlainValidator(_PointsReader(RateSamples, "FLOP/s", "m", "n", "k"))]
-_MEMORY = _PointsReader(RateCurve, "bytes/s", "bytes")
-MemoryPoints: TypeAlias = Annotated[RateCurve, PlainValidator(_MEMORY)]
+def _value(unit: str, kind: Any = _Positive, amount: str = "a positive number", build: Any = float) -> _FigureReader:
+    return _FigureReader("value", unit, f"value must be {amount} ({unit}), not ", kind, build)
+
+
+def _whole(unit: str) -> _FigureReader:
+    return _value(unit, _Size, "a positive whole number", int)
+
+
+def _points(build: Callable[[Any], Any], unit: str, *columns: str) -> _FigureReader:
+    """Return the reader of samples: each point has the sizes in `columns`, then the rate."""
+    point = f"[{', '.join(columns)}, rate]"
+    kinds = [Literal[0, 1] if column == "causal" else _Size for column in columns]
+    rows: Any = Annotated[list.__class_getitem__(tuple.__class_getitem__((*kinds, _Positive))), Field(min_length=1)]
+    refusal = f"points must be a list of {point}, whole sizes and a rate in {unit}; not "
+    return _FigureReader("points", f"[{point}, …]", refusal, rows, build)
+
+
+_MEMORY = _points(RateCurve, "bytes/s", "bytes")
+Bytes: TypeAlias = Annotated[int, _whole("bytes")]
+Devices: TypeAlias = Annotated[int, _whole("devices")]
+BytesPerSecond: TypeAlias = Annotated[float, _value("bytes/s")]
+FlopsPerSecond: TypeAlias = Annotated[float, _value("FLOP/s")]
+Seconds: TypeAlias = Annotated[float, _value("seconds")]
+Share: TypeAlias = Annotated[float, _value("share", _Share, "a number of at least 0 and below 1")]
+MatmulPoints: TypeAlias = Annotated[RateSamples, _points(RateSamples, "FLOP/s", "m", "n", "k")]
+MemoryPoints: TypeAlias = Annotated[RateCurve, _MEMORY]
 AttentionPoints: TypeAlias = Annotated[
-    AttentionSamples, PlainValidator(_PointsReader(AttentionSamples, "FLOP/s", "queries", "keys", "causal"))
+    AttentionSamples, _points(AttentionSamples, "FLOP/s", "queries", "keys", "causal")
 ]
 _HeadDims: TypeAlias = dict[Annotated[int, Field(gt=0)], AttentionPoints]
 _AttentionTables: TypeAlias = Annotated[dict[Dtype, _HeadDims], Field(min_length=1)]
@@ -120,7 +110,7 @@ class _ProfileTable(BaseModel):
             return table
         for name, field in cls.model_fields.items():
             if name not in table and field.is_required():
-                forms = [m.func.form for m in field.metadata if hasattr(getattr(m, "func", None), "form")]
+                forms = [m.form for m in field.metadata if isinstance(m, _FigureReader)]
                 raise _key_error(f"{name} is missing: give {[*forms, field.description or 'a table of figures'][0]}")
         for name in table:
             if name not in cls.model_fields and cls.model_config["extra"] == "forbid":
