@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trunkline.cli.console import say
 from trunkline.cli.options import command
 
 if TYPE_CHECKING:
@@ -69,13 +70,13 @@ def show(findings: Findings, console: Console) -> None:
         if console.is_terminal:
             console.print(_row(finding))
         else:
-            lines = [f"  {finding.state:<4}  {finding.name:<{_NAME}}  {finding.found}"]
-            lines += [f"{'':{_NAME + 10}}→ {finding.fix}"] if finding.fix else []
-            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            say(console, f"  {finding.state:<4}  {finding.name:<{_NAME}}  {finding.found}")
+            if finding.fix:
+                say(console, f"{'':{_NAME + 10}}→ {finding.fix}")
     counts = Counter(finding.state for _, finding in findings)
     text = ", ".join(f"{counts[state]} {state}" for state in _STYLES if counts[state])
     end = "fix this before training" if counts["fail"] else "ready to train"
-    console.print(f"\n{text}: {end}.", highlight=False, soft_wrap=True, style="bold")
+    say(console, f"\n{text}: {end}.", style="bold")
 
 
 def _row(finding: Finding) -> Table:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import trunkline
+from trunkline.cli.console import say
 from trunkline.cli.generate import peak_bytes
 from trunkline.cli.options import Device, Dtype, ModelFolder, command
 from trunkline.config import StreamConfig
@@ -86,7 +87,7 @@ def evaluate(
     longest, positions = longest_of(settings, documents), positions_of(loaded)
     if positions is not None and longest > positions:
         notes.append(f"note: up to {longest:,} tokens are more than the {positions:,} positions of this model")
-    _say(console, *notes)
+    say(console, *notes, style="dim")
     sample_tokens = (1 + generated) * len(settings.tasks) * settings.samples * sum(settings.lengths)
     display = EvaluationDisplay(console, sample_tokens + sum(len(document.ids) for document in documents))
     trunkline.stream(loaded, config, progress=display.sweep)
@@ -107,14 +108,15 @@ def evaluate(
     else:
         print(evaluation.table_text(result), end="")
     peaks = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in trunkline.stats(loaded).peaks.items() if n)
-    _say(
+    say(
         console,
         f"{display.done_tokens:,} tokens in {seconds:,.1f} s, {display.done_tokens / seconds:,.0f} tokens/s; "
         f"peak of activations: {peaks or 'nothing'}; of the process: {format_bytes(peak_bytes(loaded.device))}",
+        style="dim",
     )
     if output is not None:
         written = evaluation.write_folder(result, output, overwrite=overwrite)
-        _say(console, *written.notes, f"wrote {output}/: {', '.join(written.files)}")
+        say(console, *written.notes, f"wrote {output}/: {', '.join(written.files)}", style="dim")
 
 
 def _check(tasks: str | None, of_tasks: dict[str, Any], perplexity: list[str] | None) -> None:
@@ -136,8 +138,3 @@ def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
     """Return the ids that end a text: the model's and the tokenizer's."""
     eos = model.generation_config.eos_token_id
     return {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-
-
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from trunkline.cli.console import say
 from trunkline.config import Progress as Position
 from trunkline.evaluate import EvaluateProgress, length_text
 from trunkline.train.display import clock_text
@@ -51,7 +52,7 @@ class EvaluationDisplay:
         if self.bar.disable and progress.what and is_new:
             share, seconds = self.done_tokens / self._total, time.perf_counter() - self._begin
             line = f"{clock_text(seconds)}  {share:4.0%}  {progress.done} of {progress.total} done  {name}"
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, line)
 
     def sweep(self, position: Position) -> None:
         """Move the bar by a chunk of a layer; chunks of generated tokens do not move it."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 import trunkline
+from trunkline.cli.console import say
 from trunkline.cli.options import Device, Dtype, ModelFolder, command
 from trunkline.config import Progress as Position
 from trunkline.config import StreamConfig
@@ -85,7 +86,8 @@ def generate(
     if save_cache is not None:
         trunkline.save_cache(loaded, cache, save_cache)
         if not max_new_tokens:
-            _say(errors, f"read {ids_1S.shape[1]:,} tokens in {prefill_seconds:.2f} s; wrote {save_cache}")
+            line = f"read {ids_1S.shape[1]:,} tokens in {prefill_seconds:.2f} s; wrote {save_cache}"
+            say(errors, line, style="dim", wrap=True)
             return
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -116,7 +118,7 @@ def generate(
     if as_json:
         print(json.dumps(result))
     else:
-        _say(errors, *_summary(result))
+        say(errors, *_summary(result), style="dim", wrap=True)
 
 
 class _TimedStreamer:
@@ -223,8 +225,3 @@ def _summary(result: dict[str, Any]) -> list[str]:
     if waits:
         lines.append("decoding waited for " + ", ".join(f"{lane} {seconds:.2f} s" for lane, seconds in waits.items()))
     return lines
-
-
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        console.print(line, style="dim", highlight=False, markup=False)

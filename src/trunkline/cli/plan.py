@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from trunkline.cli.console import say
 from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, split_recipe_arguments
 from trunkline.units import format_bytes, parse_bytes
 
@@ -86,7 +88,7 @@ def plan(
         def tell(text: str) -> None:
             bar.update(line, description=f"simulated {text}")
             if bar.disable:  # a search takes minutes; a log must not be silent for so long
-                errors.print(f"simulated {text}", highlight=False, markup=False, soft_wrap=True)
+                say(errors, f"simulated {text}")
 
         planner = Planner(meta_model_of(recipe), cluster, tell)
         described = _describe(recipe, planner.model)
@@ -98,7 +100,7 @@ def plan(
             if as_json:
                 console.print_json(json.dumps({"fits": False, "why_not": str(error)}))
             else:
-                console.print(f"does not fit: {error}", soft_wrap=True, highlight=False, markup=False)
+                say(console, f"does not fit: {error}")
             return 1
         drawn = None
         if step is not None:
@@ -115,10 +117,10 @@ def plan(
         texts = {"plan.json": figures, "timeline.json": drawn[0].to_json(), "before.json": drawn[1].to_json()}
         for name, text in texts.items():
             (step / name).write_text(text, encoding="utf-8")
-        errors.print(f"wrote {step}: `trunkline report {step}` draws it", highlight=False, markup=False)
+        say(errors, f"wrote {step}: `trunkline report {step}` draws it", wrap=True)
     if write is not None:
         write.write_text(dump_recipe(planned_recipe(recipe, best)), encoding="utf-8")
-        errors.print(f"wrote {write}", highlight=False)
+        say(errors, f"wrote {write}", wrap=True)
     return 0
 
 
@@ -138,8 +140,7 @@ def record(plan: Plan, tokens: int) -> dict[str, Any]:
         plan: the plan.
         tokens: tokens of the run, for its cost.
     """
-    step = plan.estimate.step
-    assert step is not None
+    step = plan.timing
     return {
         "fits": True,
         "hardware": f"{plan.cluster.devices} x {plan.cluster.hardware.title}",
@@ -171,23 +172,19 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         tokens: tokens of the run, for its cost.
         longest: whether the context is the longest that fits, not the recipe's.
     """
-    step, cluster = plan.estimate.step, plan.cluster
-    assert step is not None
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, markup=False)
-
+    step, cluster, tell = plan.timing, plan.cluster, partial(say, console, wrap=True)
     mfu = "MFU not countable"
     if step.mfu is not None:
         mfu = f"MFU {step.mfu:.1%} (recomputation counted: {step.hardware_utilisation:.1%})"
-    say(
-        f"{model} on {cluster.devices} x {cluster.hardware.title}, attention {cluster.hardware.attention_kernel}",
-        "bold",
+    attention = f"attention {cluster.hardware.attention_kernel}"
+    tell(f"{model} on {cluster.devices} x {cluster.hardware.title}, {attention}", style="bold")
+    tell(
+        f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}",
+        style="green",
     )
-    say(f"{'longest context' if longest else 'fits'}: {plan.job.context:,} tokens x {plan.job.batch_size}", "green")
-    say(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
+    tell(f"speed: {duration(step.seconds)} a step, {step.tokens_per_second:,.1f} tokens/s a device, {mfu}")
     for group, settings in plan.settings.items():
-        say(f"{group}: {', '.join(f'{name} {setting_text(name, value)}' for name, value in settings.items())}")
+        tell(f"{group}: {', '.join(f'{name} {setting_text(name, value)}' for name, value in settings.items())}")
     table = Table(header_style="bold", box=None, pad_edge=False)
     for column, right in (("a rank's memory", False), ("peak", True), ("of", True), ("held by", False)):
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
@@ -204,20 +201,20 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
         if seconds > 0
     ]
     moved = [f"{lane} {format_bytes(nbytes)}" for lane, nbytes in plan.estimate.moved.items() if nbytes]
-    say(f"compute waits for: {', '.join(waits) or 'nothing'}")
-    say(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
+    tell(f"compute waits for: {', '.join(waits) or 'nothing'}")
+    tell(f"moved a step and rank: {', '.join(moved) or 'nothing'}")
     if plan.loading:
         node = plan.loading * cluster.devices_per_node
         text = f"loading: each rank builds the whole model in host memory, {format_bytes(node)} on a node"
         if node > cluster.host_bytes:
             halved = ", or optimizer.fp32_master false, which halves it" if plan.candidate.sharding_spec.dtype else ""
             text += f", which has {format_bytes(cluster.host_bytes)}: use nodes with more memory{halved}"
-        say(text, "red" if node > cluster.host_bytes else "")
-    say(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
+        tell(text, style="red" if node > cluster.host_bytes else "")
+    tell(f"cost: {tokens:,} tokens take {plan.gpu_hours(tokens):,.1f} device hours")
     if plan.alternatives:
-        say("also simulated, and slower:")
+        tell("also simulated, and slower:")
     for candidate, seconds in sorted(plan.alternatives, key=lambda other: other[1]):
-        say(f"  {seconds / step.seconds:.3f} x the time with {candidate}", "dim")
+        tell(f"  {seconds / step.seconds:.3f} x the time with {candidate}", style="dim")
 
 
 def setting_text(name: str, value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from trunkline.cli.console import say
 from trunkline.cli.options import RECIPE_SETTINGS, RecipeArguments, command, short_path, split_recipe_arguments
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def train(arguments: RecipeArguments) -> None:
         failure.raise_on_sigterm()
     result = run_training.train(recipe, display, world, log)
     world.shut_down()
-    for line in summary(recipe, result, world.world_size) if world.is_main else []:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if world.is_main:
+        say(console, *summary(recipe, result, world.world_size))
 
 
 def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str]:

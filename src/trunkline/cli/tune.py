@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from trunkline.cli.console import say
 from trunkline.cli.options import command, short_path
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ def _draw(name: str, output: Path | None) -> None:
     _check_output(path, ".png")
     console = Console()
     pairs = sweet_spot.sweet_spot(machine)
-    _say(console, machine.title, *_crossings(pairs, machine))
+    say(console, machine.title, *_crossings(pairs, machine))
     sweet_spot.draw(pairs, machine, path)
-    _say(console, "", f"Drew {short_path(path)}")
+    say(console, "", f"Drew {short_path(path)}")
 
 
 def _measure(survey: MachineSurvey, console: Console) -> None:
@@ -110,7 +111,7 @@ def _measure(survey: MachineSurvey, console: Console) -> None:
     width = max(map(len, survey.tasks))
     columns = (SpinnerColumn(), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("{task.description}"))  # fmt: skip
-    _say(console, "Measuring this machine; other programs that are busy now make it look slower.")
+    say(console, "Measuring this machine; other programs that are busy now make it look slower.")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(survey.tasks))
         for task in survey.tasks:
@@ -118,7 +119,7 @@ def _measure(survey: MachineSurvey, console: Console) -> None:
             start = time.perf_counter()
             survey.run(task)
             progress.advance(bar)
-            _say(console, f"  {task:<{width}}  {time.perf_counter() - start:6.1f} s")
+            say(console, f"  {task:<{width}}  {time.perf_counter() - start:6.1f} s")
 
 
 def _show(machine: Hardware, path: Path, name: str, devices: int, console: Console) -> None:
@@ -127,14 +128,14 @@ def _show(machine: Hardware, path: Path, name: str, devices: int, console: Conso
     from trunkline.plan import sweet_spot
 
     pairs = sweet_spot.sweet_spot(machine, devices=devices)
-    _say(console, "", machine.title, *hardware_lines(machine), *_crossings(pairs, machine), "")
-    _say(console, f"Wrote {short_path(path)}: plans take it as hardware={name!r}.")
+    say(console, "", machine.title, *hardware_lines(machine), *_crossings(pairs, machine), "")
+    say(console, f"Wrote {short_path(path)}: plans take it as hardware={name!r}.")
     picture = path.with_name(f"{path.stem}-sweet-spot.png")
     if sweet_spot.can_draw():
         sweet_spot.draw(pairs, machine, picture, devices=devices)
-        _say(console, f"Drew {short_path(picture)}")
+        say(console, f"Drew {short_path(picture)}")
     else:
-        _say(console, "No picture: matplotlib is not installed. pip install 'trunkline[report]', then trunkline tune "
+        say(console, "No picture: matplotlib is not installed. pip install 'trunkline[report]', then trunkline tune "
              f"--hardware {name} draws it.")  # fmt: skip
 
 
@@ -170,9 +171,3 @@ def _write(text: str, path: Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _say(console: Console, *lines: str) -> None:
-    # Not wrapped and not marked up: these lines are read by programs too.
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

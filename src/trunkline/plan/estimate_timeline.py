@@ -101,8 +101,6 @@ def capacity_of(hardware: Hardware, devices: int = 1) -> dict[str, int | None]:
         hardware: profile.
         devices: devices of the step; those of a node share its host memory.
     """
-    host = hardware.host_bytes
-    sharing = min(devices, hardware.devices_per_node)
-    if hardware.device_type == "cpu":  # host memory is the device
-        return {"device": hardware.memory_bytes, "host": None, "disk": None}
-    return {"device": hardware.memory_bytes, "host": None if host is None else host // sharing, "disk": None}
+    host = None if hardware.device_type == "cpu" else hardware.host_bytes  # on a CPU host memory is the device
+    share = None if host is None else host // min(devices, hardware.devices_per_node)
+    return {"device": hardware.memory_bytes, "host": share, "disk": None}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trunkline.config import StreamConfig, declared_settings
 from trunkline.distributed.mesh import ParallelDims, heads_of
-from trunkline.plan.estimate import Estimate, Estimator, estimate
+from trunkline.plan.estimate import Estimate, Estimator, StepTiming, estimate
 from trunkline.plan.estimate_timeline import capacity_of, timeline_of, unchunked_timeline
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import loading_bytes, model_states_of
@@ -106,10 +106,15 @@ class Plan:
         """Bytes by which the estimated peak exceeds the device's usable memory; negative where some is left."""
         return sum(self.estimate.memory["device"].values()) - self.cluster.usable_bytes["device"]
 
+    @property
+    def timing(self) -> StepTiming:
+        """Time of the step; only plans that were not to be timed have none."""
+        assert self.estimate.step is not None
+        return self.estimate.step
+
     def gpu_hours(self, tokens: int) -> float:
         """Return the device hours of a run over so many tokens."""
-        assert self.estimate.step is not None
-        return tokens / self.estimate.step.tokens_per_second / 3600
+        return tokens / self.timing.tokens_per_second / 3600
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -152,16 +157,17 @@ class Planner:
             DoesNotFit: no candidate fits.
         """
         with self._on_rank(job):
-            simulated: list[tuple[Plan, float]] = []
+            simulated: list[Plan] = []
             for dims in meshes(job, self._cluster, self._num_heads):
                 on_mesh = self._simulate_mesh(job, dims)
                 simulated += on_mesh
                 if on_mesh and dims.sp * dims.cp == 1:
                     break  # replicas that fit on a device each communicate least
-            if not simulated:
+            best = _fastest(simulated)
+            if best is None:
                 raise DoesNotFit(self.why_not(job))
-        best = min(simulated, key=lambda pair: pair[1])[0]
-        return replace(best, alternatives=tuple((p.candidate, seconds) for p, seconds in simulated if p is not best))
+        others = tuple((plan.candidate, plan.timing.seconds) for plan in simulated if plan is not best)
+        return replace(best, alternatives=others)
 
     def longest(self, job: TrainingJob, *, timed: bool = True) -> Plan:
         """Return a plan for the longest context that any candidate fits, with the fastest candidate that does.
@@ -307,23 +313,20 @@ class Planner:
 
     # -- search --------------------------------------------------------------------------------------------------------
 
-    def _simulate_mesh(self, job: TrainingJob, dims: ParallelDims) -> list[tuple[Plan, float]]:
-        """Return plans of the candidates on a mesh that may be fastest, with the seconds of their steps."""
-        simulated: list[tuple[Plan, float]] = []
+    def _simulate_mesh(self, job: TrainingJob, dims: ParallelDims) -> list[Plan]:
+        """Return timed plans of the candidates on a mesh that may be fastest."""
+        simulated: list[Plan] = []
         for spec in sharding_specs(job, dims):
-            fitting: dict[tuple[tuple[str, ...], int], list[Candidate]] = {}
-            for candidate in self._fitting(job, dims, spec):
-                fitting.setdefault((candidate.keep, candidate.checkpoint_every), []).append(candidate)
-            for candidates in fitting.values():
-                before = min((seconds for _, seconds in simulated), default=float("inf"))
-                timed = (pair for candidate in candidates if (pair := self._timed(job, candidate)) is not None)
+            fitting = list(self._fitting(job, dims, spec))
+            for _, candidates in itertools.groupby(fitting, lambda found: (found.keep, found.checkpoint_every)):
+                before = _fastest(simulated)
+                timed = (plan for candidate in candidates if (plan := self._timed(job, candidate)) is not None)
                 simulated += itertools.islice(timed, _SIMULATED_SIZES)
-                if not simulated:
+                fastest = _fastest(simulated)
+                if fastest is None:
                     continue
-                plan, seconds = min(simulated, key=lambda pair: pair[1])
-                assert plan.estimate.step is not None
-                exposed = sum(plan.estimate.step.exposed.values()) / seconds
-                if exposed < _EXPOSED or seconds >= before:
+                step = fastest.timing
+                if fastest is before or sum(step.exposed.values()) < _EXPOSED * step.seconds:
                     break  # to keep less means to recompute more, and there is no waiting left that it could save
             if simulated:
                 break  # parameters that are sharded further communicate more
@@ -336,14 +339,13 @@ class Planner:
                 if self._shortfall(job, candidate) is None:
                     yield candidate
 
-    def _timed(self, job: TrainingJob, candidate: Candidate) -> tuple[Plan, float] | None:
-        """Return the plan of a candidate and the seconds of its step; None if the full step turns out not to fit."""
+    def _timed(self, job: TrainingJob, candidate: Candidate) -> Plan | None:
+        """Return the timed plan of a candidate; None if the full step turns out not to fit."""
         while self._shortfall(job, candidate) is None:
             plan = self._plan(job, candidate, timed=True)
-            assert plan.estimate.step is not None
-            self._tell(f"{candidate}: {plan.estimate.step.seconds:,.4g} s a step")
+            self._tell(f"{candidate}: {plan.timing.seconds:,.4g} s a step")
             if plan.excess <= 0:
-                return plan, plan.estimate.step.seconds
+                return plan
             # The full step holds more outside the stores than the short step showed: give the stores less, try again.
             budgets = self.budgets(job, candidate)
             less = max(plan.excess, budgets.device // 64)
@@ -389,6 +391,10 @@ class Planner:
             else:
                 low, best = middle, sized
         return low * 1_024, best
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan | None:
+    return min(plans, key=lambda plan: plan.timing.seconds, default=None)
 
 
 def _least(nbytes: int, limit: int | None) -> int:

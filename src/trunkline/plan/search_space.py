@@ -58,13 +58,11 @@ class Cluster:
     @property
     def usable_bytes(self) -> dict[str, int]:
         """Bytes of each tier that one rank can use; 0 for host memory where it is the device."""
-        hardware, host = self.hardware, int(self.host_bytes * (1 - _HOST_REST)) // self.devices_per_node
-        disk = self.disk_bytes // self.devices_per_node
-        if hardware.link is None:  # host memory is the device
-            device = int(min(hardware.memory_bytes, self.host_bytes) * (1 - _HOST_REST)) // self.devices_per_node
-            return {"device": device, "host": 0, "disk": disk}
-        device = int(hardware.memory_bytes * (1 - _FRAGMENTATION)) - _CONTEXT_BYTES
-        return {"device": device, "host": host, "disk": disk}
+        memory, sharing = self.hardware.memory_bytes, self.devices_per_node
+        device, host = int(memory * (1 - _FRAGMENTATION)) - _CONTEXT_BYTES, self.host_bytes
+        if self.hardware.link is None:  # host memory is the device
+            device, host = int(min(memory, host) * (1 - _HOST_REST)) // sharing, 0
+        return {"device": device, "host": int(host * (1 - _HOST_REST)) // sharing, "disk": self.disk_bytes // sharing}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from trunkline.attention.meta_kernel import KernelCall
 from trunkline.offload.lanes.sim_clock import SimClock
 from trunkline.offload.lanes.simulated import DISK, LINK
 from trunkline.plan.cost_model import CostModel
-from trunkline.plan.hardware import Hardware, speeds_of
+from trunkline.plan.hardware import Hardware, NoFigures, speeds_of
 from trunkline.plan.hardware.profile_schema import Direction
 
 if TYPE_CHECKING:
@@ -106,13 +106,18 @@ def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Har
     Raises:
         ValueError: the profile has no figures of attention in the dtype.
     """
-    dtype = shape.dtype
-    if hardware.device_type == "cpu" and not hardware.has_attention(dtype):
-        dtype = torch.float32  # half dtypes are computed in it where the processor lacks instructions for them
     call = KernelCall(
-        direction, "flash", dtype, 1, shape.heads, shape.kv_heads, tokens, tokens, shape.head_dim, shape.head_dim, False
-    )
-    return CostModel(hardware).attention_cost(call).seconds
+        direction, "flash", shape.dtype, batch=1, heads=shape.heads, kv_heads=shape.kv_heads, queries=tokens,
+        keys=tokens, head_dim=shape.head_dim, value_dim=shape.head_dim, causal=False,
+    )  # fmt: skip
+    costs = CostModel(hardware)
+    try:
+        return costs.attention_cost(call).seconds
+    except NoFigures:
+        if hardware.device_type != "cpu":
+            raise
+        # Half dtypes are computed in fp32 where the processor lacks instructions for them.
+        return costs.attention_cost(replace(call, dtype=torch.float32)).seconds
 
 
 def move_seconds(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from matplotlib.ticker import MaxNLocator
 
 from trunkline.report.columns import busy_shares, memory_columns
 from trunkline.report.curves import StepCurve, step_curves
-from trunkline.report.number_format import bytes_text, seconds_text, short_number
+from trunkline.report.number_format import seconds_text, short_number
 from trunkline.report.run_folder import ReportedRun
 from trunkline.report.timeline import LANE_NAMES, PHASES, Phase, Timeline
-from trunkline.units import TIERS
+from trunkline.units import TIERS, format_bytes
 
 # Name: on light paper, on dark paper. The page's style sheet takes its variables from here.
 PALETTE = {
@@ -98,7 +99,7 @@ def charts_of(run: ReportedRun) -> dict[str, ReportChart]:
     steps = {name: step for name, step in timelines.items() if step and any(map(step.peak, TIERS))}
     if steps:
         peaks = [
-            f"{tier}, {name}, peak {bytes_text(step.peak(tier) or 0)}"
+            f"{tier}, {name}, peak {format_bytes(step.peak(tier) or 0)}"
             for tier in TIERS for name, step in steps.items() if step.peak(tier)
         ]  # fmt: skip
         alt = f"Memory through one step. {'. '.join(peaks)}."
@@ -109,7 +110,7 @@ def charts_of(run: ReportedRun) -> dict[str, ReportChart]:
     if step:
         held: dict[str, dict[str, int]] = {tier: shares for tier in TIERS if (shares := peak_holders(step, tier))}
         if held:
-            parts = [f"{tier}: {', '.join(f'{k} {bytes_text(n)}' for k, n in s.items())}" for tier, s in held.items()]
+            parts = [f"{tier}: {', '.join(f'{k} {format_bytes(n)}' for k, n in s.items())}" for tier, s in held.items()]
             add("holders", f"Data at the peak. {'. '.join(parts)}.", lambda width: _draw_holders(step, held, width))
         if any(step.lanes.values()):
             busy = [f"{lane} busy {seconds_text(step.busy(lane))}" for lane in LANE_NAMES if step.lanes.get(lane)]
@@ -161,11 +162,7 @@ def _svg(figure: Figure, alt: str, salt: str) -> str:
     for name, light in _COLOUR.items():
         body = body.replace(f": {light}", f": var(--{name})")
     width, height = (72 * inches for inches in figure.get_size_inches())
-    return f'<svg class="chart" role="img" aria-label="{_escaped(alt)}" viewBox="0 0 {width:g} {height:g}">{body}'
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return f'<svg class="chart" role="img" aria-label="{escape(alt)}" viewBox="0 0 {width:g} {height:g}">{body}'
 
 
 def _draw_steps(curves: Sequence[StepCurve], width: int) -> Figure:
@@ -203,7 +200,7 @@ def _draw_memory(steps: Mapping[str, Timeline], width: int, one_scale: bool = Fa
         step = steps[name]
         beside = [other for other in steps.values() if other.peak(tier)] if one_scale else [step]
         which = f"\n{name}" if len(steps) == 2 else ""
-        axes.set_title(f"{tier}, peak {bytes_text(step.peak(tier) or 0)}{which}", pad=18)
+        axes.set_title(f"{tier}, peak {format_bytes(step.peak(tier) or 0)}{which}", pad=18)
         _draw_tier(axes, step, tier, _top(beside, tier), width // across)
         axes.set_xlim(0, max(other.seconds for other in beside))
         axes.set_xlabel("seconds")
@@ -235,7 +232,7 @@ def _draw_tier(axes: Axes, step: Timeline, tier: str, top: int, columns: int) ->
         axes.axhline(capacity / unit, color=_COLOUR["red"], linestyle="--", linewidth=1.5)
         near_top = capacity > 0.8 * top
         axes.annotate(
-            f"capacity {bytes_text(capacity)}",
+            f"capacity {format_bytes(capacity)}",
             (1, capacity / unit),
             xycoords=axes.get_yaxis_transform(),
             xytext=(-4, -4 if near_top else 4),
@@ -293,7 +290,7 @@ def _draw_holders(step: Timeline, held: Mapping[str, Mapping[str, int]], width: 
         axes.remove()
     for axes, (tier, shares) in zip(places, held.items(), strict=False):
         total, occupied = sum(shares.values()), sum(n for name, n in shares.items() if name != "free")
-        axes.set_title(f"{tier}, peak {bytes_text(step.peak(tier) or 0)}")
+        axes.set_title(f"{tier}, peak {format_bytes(step.peak(tier) or 0)}")
         axes.set_axis_off()
         axes.set_xlim(0, 1)
         axes.set_ylim(len(shares) if width == _NARROW else max(rows), 0)
@@ -306,7 +303,7 @@ def _draw_holders(step: Timeline, held: Mapping[str, Mapping[str, int]], width: 
             axes.text(
                 0.65,
                 row + 0.6,
-                bytes_text(nbytes) if is_free else f"{bytes_text(nbytes)}, {share}",
+                format_bytes(nbytes) if is_free else f"{format_bytes(nbytes)}, {share}",
                 va="center",
                 color=_COLOUR["soft"],
             )

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from trunkline.units import format_bytes
-
-
-def bytes_text(nbytes: float) -> str:
-    """Return bytes in 1024-based units: 60.0 GiB."""
-    return format_bytes(round(nbytes))
-
 
 def seconds_text(seconds: float) -> str:
     """Return a duration with three digits, from ns to hours: 1.25 ms, 12 min 05 s."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trunkline.report.number_format import bytes_text, count_text, percent_text, seconds_text, short_number
+from trunkline.report.number_format import count_text, percent_text, seconds_text, short_number
 from trunkline.report.run_folder import LoggedStep, ReportedRun, StepFigures
 from trunkline.report.timeline import LANE_NAMES, Timeline
-from trunkline.units import TIERS
+from trunkline.units import TIERS, format_bytes
 
 
 class MeasuredStep(StepFigures, frozen=True):
@@ -146,10 +146,10 @@ def _step_cards(step: MeasuredStep, run: ReportedRun) -> list[SummaryCard]:
             continue
         capacity = run.timeline.capacity.get(tier) if run.timeline else None
         unchunked = run.before.peak(tier) if from_timeline and run.before else None
-        notes = [f"of {bytes_text(capacity)}"] if capacity else []
-        notes += [f"unchunked {bytes_text(unchunked)}"] if unchunked else []
+        notes = [f"of {format_bytes(capacity)}"] if capacity else []
+        notes += [f"unchunked {format_bytes(unchunked)}"] if unchunked else []
         if not from_timeline:
             notes.append("first process" if tier == "device" else "held by the engine")
         share = min(1.0, peak / capacity) if capacity else None
-        cards.append(SummaryCard(f"Peak of {tier}", bytes_text(peak), ", ".join(notes), share))
+        cards.append(SummaryCard(f"Peak of {tier}", format_bytes(peak), ", ".join(notes), share))
     return cards

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from trunkline.report.number_format import bytes_text, percent_text, seconds_text, short_number
-from trunkline.report.run_folder import LoggedEvaluation, ReportedRun
+from trunkline.report.number_format import percent_text, seconds_text, short_number
+from trunkline.report.run_folder import LoggedEvaluation, ReportedRun, StepFigures
 from trunkline.report.summary import measured_step
 from trunkline.report.timeline import LANE_NAMES, Timeline
-from trunkline.units import TIERS
+from trunkline.units import TIERS, format_bytes
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def lane_table(timeline: Timeline) -> ReportTable:
         rows.append([
             lane,
             "" if busy is None else duration(busy),
-            "" if moved is None else bytes_text(moved),
+            "" if moved is None else format_bytes(moved),
             f"{moved / busy / 1e9:.1f} GB/s" if moved and busy else "",
             "" if exposed is None else duration(exposed),
         ])  # fmt: skip
@@ -50,30 +51,28 @@ def lane_table(timeline: Timeline) -> ReportTable:
 def plan_table(run: ReportedRun) -> ReportTable:
     """Return every planned figure beside the measured one; no rows without a plan."""
     table = ReportTable(["", "predicted", "measured", "measured / predicted"], [])
-    plan, step = run.plan, measured_step(run)
+    plan, step = run.plan, measured_step(run) or StepFigures()
     if plan is None:
         return table
-
-    def add(name: str, predicted: float | None, measured: float | None, text: Callable[[float], str]) -> None:
+    figures: list[tuple[str, float | None, float | None, Callable[[Any], str]]] = [
+        ("step time", plan.seconds, step.seconds, seconds_text),
+        ("tokens/s, all devices", plan.tokens_per_second, step.tokens_per_second, short_number),
+        ("model FLOPs utilization, recomputation not counted", plan.mfu, step.mfu, percent_text),
+        (
+            "hardware FLOPs utilization, recomputation counted",
+            plan.mfu_recompute_counted,
+            step.mfu_recompute_counted,
+            percent_text,
+        ),
+        *((f"peak of {tier}", plan.peaks.get(tier), step.peaks.get(tier), format_bytes) for tier in TIERS),
+        *((f"compute waited for {x}", plan.exposed.get(x), step.exposed.get(x), seconds_text) for x in LANE_NAMES),
+        *((f"bytes over {x}", plan.moved.get(x), step.moved.get(x), format_bytes) for x in LANE_NAMES),
+    ]
+    for name, predicted, measured, text in figures:
         # 0 planned and 0 measured, such as a disk that is not used, says nothing.
         if predicted is not None and (predicted or measured):
             ratio = f"{measured / predicted:.2f}" if measured is not None and predicted else ""
             table.rows.append([name, text(predicted), "" if measured is None else text(measured), ratio])
-
-    for name, field, text in (
-        ("step time", "seconds", seconds_text),
-        ("tokens/s, all devices", "tokens_per_second", short_number),
-        ("model FLOPs utilization, recomputation not counted", "mfu", percent_text),
-        ("hardware FLOPs utilization, recomputation counted", "mfu_recompute_counted", percent_text),
-    ):
-        add(name, getattr(plan, field), getattr(step, field, None), text)
-    for tier in TIERS:
-        add(f"peak of {tier}", plan.peaks.get(tier), step.peaks.get(tier) if step else None, bytes_text)
-    for lane in LANE_NAMES:
-        waited = step.exposed.get(lane) if step else None
-        add(f"compute waited for {lane}", plan.exposed.get(lane), waited, seconds_text)
-    for lane in LANE_NAMES:
-        add(f"bytes over {lane}", plan.moved.get(lane), step.moved.get(lane) if step else None, bytes_text)
     return table
 
 

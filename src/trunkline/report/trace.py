@@ -30,28 +30,22 @@ def make_trace(timeline: Timeline, before: Timeline | None = None) -> str:
 
 
 def _events(timeline: Timeline, process: int, title: str) -> Iterator[Event]:
-    yield _name("process_name", process, 0, title)
+    yield _metadata("process_name", process, 0, name=title)
     phases = [(phase.begin, phase.end, str(phase.name)) for phase in timeline.phases]
     for thread, (name, segments) in enumerate(
         [("phases", phases), *((lane, timeline.lanes.get(lane, [])) for lane in LANE_NAMES)], start=1
     ):
         if segments:
-            yield _name("thread_name", process, thread, name)
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": process,
-                "tid": thread,
-                "args": {"sort_index": thread},
-            }
+            yield _metadata("thread_name", process, thread, name=name)
+            yield _metadata("thread_sort_index", process, thread, sort_index=thread)
             yield from (_span(segment, name, process, thread) for segment in sorted(segments))
     for tier in TIERS:
         for second, held in timeline.memory.get(tier, []):
             yield {"ph": "C", "name": tier, "pid": process, "ts": _microseconds(second), "args": {"bytes": held}}
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+def _metadata(kind: str, process: int, thread: int, **values: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": values}
 
 
 def _span(segment: Segment, category: str, process: int, thread: int) -> Event:

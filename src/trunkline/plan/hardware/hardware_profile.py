@@ -139,15 +139,6 @@ class Hardware(ProfileFigures):
             self._attention_rates[call] = factor * rate_of_head_dim(head_dim, rates, padded=self.device_type == "cuda")
         return self._attention_rates[call]
 
-    def has_attention(self, dtype: torch.dtype) -> bool:
-        """Return whether `attention_rate` has figures for a dtype."""
-        try:
-            self.attention_rate("forward", dtype, 64, 1, 1, causal=True)
-            self.attention_rate("backward", dtype, 64, 1, 1, causal=True)
-        except NoFigures:
-            return False
-        return True
-
     def memory_rate(self, kind: MemoryKind, nbytes: int) -> float:
         """Return bytes/s, read and written together, of an operation that device memory bounds.
 
