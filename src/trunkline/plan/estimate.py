@@ -186,9 +186,10 @@ def estimate(
     meta_model = model if isinstance(model, MetaModel) else MetaModel.from_model(model)
     with tp_shard(meta_model, dims.tp) as on_rank:
         estimator = Estimator(
-            on_rank, seq_len, batch_size=batch_size, documents=documents, device=device, hardware=hardware,
-            parallel_dims=dims, sharding_spec=sharding_spec or ShardingSpec(), optimizer=optimizer,
-            micro_batches=micro_batches, timeline=timeline, settings=settings,
+            meta_model=on_rank, seq_len=seq_len, batch_size=batch_size, documents=documents, device=device,
+            hardware=load(hardware) if isinstance(hardware, str) else hardware, parallel_dims=dims,
+            sharding_spec=sharding_spec or ShardingSpec(), optimizer=optimizer, micro_batches=micro_batches,
+            timeline=timeline, settings=settings,
         )  # fmt: skip
         try:
             return estimator.run(backward=backward, extrapolate=extrapolate)
@@ -199,69 +200,66 @@ def estimate(
             ) from error
 
 
+@dataclass(kw_only=True, eq=False)
 class Estimator:
-    """Estimate of one step; see `estimate` for the arguments.
+    """Estimate of one step; see `estimate` for the other arguments.
 
-    Args:
+    Attributes:
         meta_model: model as one rank has it.
+        settings: settings of `trunkline.stream`.
     """
 
-    def __init__(
-        self,
-        meta_model: MetaModel,
-        seq_len: int,
-        *,
-        batch_size: int,
-        documents: Sequence[int] | None = None,
-        device: str | torch.device | None,
-        hardware: Hardware | str | None,
-        parallel_dims: ParallelDims,
-        sharding_spec: ShardingSpec,
-        optimizer: AdamWSpec | None,
-        micro_batches: int,
-        timeline: bool = False,
-        settings: dict[str, Any],
-    ) -> None:
-        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+    meta_model: MetaModel
+    seq_len: int
+    batch_size: int
+    device: str | torch.device | None
+    hardware: Hardware | None
+    parallel_dims: ParallelDims
+    sharding_spec: ShardingSpec
+    optimizer: AdamWSpec | None
+    micro_batches: int
+    settings: dict[str, Any]
+    documents: Sequence[int] | None = None
+    timeline: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and simulate a machine on which nothing has happened yet."""
+        for name, value in (("seq_len", self.seq_len), ("batch_size", self.batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a positive whole number.")
-        if documents is not None and (sum(documents) != seq_len or min(documents) < 1):
-            raise ValueError(f"documents={documents!r}: give lengths of at least 1 token that sum to {seq_len:,}.")
-        if "mesh" in settings:
+        if self.documents is not None and (sum(self.documents) != self.seq_len or min(self.documents) < 1):
+            raise ValueError(
+                f"documents={self.documents!r}: give lengths of at least 1 token that sum to {self.seq_len:,}."
+            )
+        if "mesh" in self.settings:
             raise ValueError("mesh: an estimate needs no ranks: give parallel_dims=ParallelDims(sp=8), for example.")
-        parallel_dims.check_world(parallel_dims.world_size)
-        parallel_dims.check_heads(*heads_of(meta_model.model))
-        self._meta_model, self._model, self._decoder = meta_model, meta_model.model, meta_model.decoder
-        self._seq_len, self._batch_size, self._documents = seq_len, batch_size, documents
-        self._hardware = load(hardware) if isinstance(hardware, str) else hardware
-        self._dims, self._spec, self._timeline = parallel_dims, sharding_spec, timeline
-        self._optimizer, self._micro_batches = optimizer, micro_batches
-        self._device = _device(device, self._hardware, meta_model.device)
-        self._config = resolve_config(None, {**settings, "progress": self._on_progress})
+        dims, hardware = self.parallel_dims, self.hardware
+        dims.check_world(dims.world_size)
+        dims.check_heads(*heads_of(self.meta_model.model))
+        self._model, self._decoder = self.meta_model.model, self.meta_model.decoder
+        self._device = _device(self.device, hardware, self.meta_model.device)
+        self._config = resolve_config(None, {**self.settings, "progress": self._on_progress})
 
-        self._clock = SimClock(speeds_of(self._hardware, parallel_dims.world_size), record=timeline)
-        clock = None if self._hardware is None else self._clock
-        self._memory = DeviceMemory()
-        self._host = MemoryTally()
+        self._clock = SimClock(speeds_of(hardware, dims.world_size), record=self.timeline)
+        clock = self._clock if hardware is not None else None
+        self._memory, self._host = DeviceMemory(), MemoryTally()
         self._stores = {tier: MemoryTally() for tier in TIERS}
         self._tallies: dict[str, MemoryTally] = {
             "device": self._memory, _OUTSIDE_STORES: self._memory.outside_stores, "host": self._host,
             "disk": self._stores["disk"], **{f"{tier} stores": tally for tier, tally in self._stores.items()},
         }  # fmt: skip
-        self._ranks = SimulatedRanks(parallel_dims, self._hardware, clock)
-        fsdp_size, tp = parallel_dims.fsdp_size, parallel_dims.tp
-        self._decoder.sharding = None
-        self._sharding: SimulatedSharding | None = None
-        if sharding_spec.is_sharded(fsdp_size) or fsdp_size > 1:
-            fsdp_link = collective_link(fsdp_size, parallel_dims.world_size, self._hardware, clock)
-            self._sharding = self._decoder.sharding = SimulatedSharding(
-                self._model, self._decoder.layers, sharding_spec, fsdp_link, clock, self._memory, self._host
+        self._ranks = SimulatedRanks(dims, hardware, clock)
+        self._decoder.sharding = self._sharding = None
+        if self.sharding_spec.is_sharded(dims.fsdp_size) or dims.fsdp_size > 1:
+            fsdp_link = collective_link(dims.fsdp_size, dims.world_size, hardware, clock)
+            self._decoder.sharding = self._sharding = SimulatedSharding(
+                self._model, self._decoder.layers, self.sharding_spec, fsdp_link, clock, self._memory, self._host
             )
         self._op_tracer = OpTracer(
-            None if self._hardware is None else CostModel(self._hardware),
+            None if hardware is None else CostModel(hardware),
             self._clock,
             self._memory,
-            collective_link(tp, tp, self._hardware, clock) if tp > 1 else None,
+            collective_link(dims.tp, dims.tp, hardware, clock) if dims.tp > 1 else None,
         )
         self._recorder: SegmentRecorder | None = None
         self._tiers = self._new_tiers()
@@ -272,7 +270,7 @@ class Estimator:
         Raises:
             ValueError: the step does not fit into its budgets.
         """
-        spans = self._meta_model.attention_spans
+        spans = self.meta_model.attention_spans
         with probe.random_state_restored(torch.device("cpu")), torch.set_grad_enabled(backward):
             seed, batch = draw_seed(), self._batch()
             full = self.place_stores(batch, seed)
@@ -290,8 +288,8 @@ class Estimator:
                 self._tiers.fixed_placement = full.head_groups, places
             segments = self._simulate(batch, seed, chosen)
         states = model_states_of(
-            self._model, self._spec, self._dims.fsdp_size, self._optimizer if backward else None,
-            micro_batches=self._micro_batches,
+            self._model, self.sharding_spec, self.parallel_dims.fsdp_size, self.optimizer if backward else None,
+            micro_batches=self.micro_batches,
         )  # fmt: skip
         held = {"device": states.device, _OUTSIDE_STORES: states.device, "host": states.host}
         start = {name: held.get(name, Counter()) for name in self._tallies}
@@ -305,7 +303,7 @@ class Estimator:
             ValueError: the stores do not fit into their budgets.
         """
         batch = self._batch() if batch is None else batch
-        step, differentiable = self._begin(self._decoder, batch, seed, self._meta_model.attention_spans)
+        step, differentiable = self._begin(self._decoder, batch, seed, self.meta_model.attention_spans)
         if not self._tiers.limited:
             with step.replay.restored(), step.decoder.streamed_attention(), torch.no_grad():
                 probe_token(step, differentiable=differentiable)
@@ -323,9 +321,9 @@ class Estimator:
         # Model states are counted by arithmetic (`ModelStates`), with their sharding.
         self._memory.ignore([*(local(p) for p in self._model.parameters()), *self._model.buffers(), batch.input_ids_BS])
         self._tiers.observer = self._on_store_bytes
-        recorder = self._recorder = SegmentRecorder(self._clock, self._tallies, self._counters, timeline=self._timeline)
+        recorder = self._recorder = SegmentRecorder(self._clock, self._tallies, self._counters, timeline=self.timeline)
         decoder = representative_layers.DecoderSubset(self._decoder, chosen, recorder, self._memory)
-        spans = [self._meta_model.attention_spans[layer] for layer in chosen]
+        spans = [self.meta_model.attention_spans[layer] for layer in chosen]
         with self._op_tracer.tracing(), self._ranks.guard():
             with decoder.unsharded(None):
                 step, differentiable = self._begin(decoder, batch, seed, spans)
@@ -343,14 +341,14 @@ class Estimator:
         return recorder.segments
 
     def _batch(self) -> Batch:
-        ids_BS = torch.empty(self._batch_size, self._seq_len, dtype=torch.long, device="meta")
-        lengths = [self._seq_len] if self._documents is None else list(self._documents)
+        ids_BS = torch.empty(self.batch_size, self.seq_len, dtype=torch.long, device="meta")
+        lengths = [self.seq_len] if self.documents is None else list(self.documents)
         starts = (0, *accumulate(lengths[:-1]))
         count = torch.empty((), dtype=torch.long, device="meta")
         return Batch(ids_BS, None, ids_BS[:, 1:], count, documents=(starts,))
 
     def _new_tiers(self) -> Tiers:
-        clock = None if self._hardware is None else self._clock
+        clock = None if self.hardware is None else self._clock
         config = self._config
         return tiers_for(self._device, config.budgets, config.offload_dir, config.prefetch, simulated=True, clock=clock)
 
@@ -387,28 +385,30 @@ class Estimator:
         self, trace: Trace, states: ModelStates, reserved: dict[TierName, int], *, backward: bool
     ) -> Estimate:
         moved: dict[str, int] = {lane: int(trace.counters.get(f"{lane} bytes", 0)) for lane in LANES}
-        if self._dims.sp * self._dims.cp > 1:
+        if self.parallel_dims.sp * self.parallel_dims.cp > 1:
             moved["comm"] = int(trace.counters["comm bytes"])
         memory: dict[str, dict[str, int]] = {tier: dict(+trace.parts[tier]) for tier in TIERS}
         memory["device"]["activations of a chunk"] = trace.peaks["device"] - sum(memory["device"].values())
         step = None
-        if self._hardware is not None:
+        if self.hardware is not None:
             seconds = 0.0
-            if backward and self._optimizer is not None:
-                seconds = states.seconds(self._hardware, offload=self._spec.offload, devices=self._dims.fsdp_size)
-            step = self._timing(trace, seconds / self._micro_batches, backward=backward)
+            if backward and self.optimizer is not None:
+                seconds = states.seconds(
+                    self.hardware, offload=self.sharding_spec.offload, devices=self.parallel_dims.fsdp_size
+                )
+            step = self._timing(trace, seconds / self.micro_batches, backward=backward)
         return Estimate(
             peaks={tier: trace.peaks[f"{tier} stores"] for tier in TIERS}, moved=moved, memory=memory, step=step,
             outside_stores=trace.peaks[_OUTSIDE_STORES], reserved=reserved,
         )  # fmt: skip
 
     def _timing(self, trace: Trace, optimizer_seconds: float, *, backward: bool) -> StepTiming:
-        assert self._hardware is not None
-        rows = self._batch_size * self._dims.dp
+        assert self.hardware is not None
+        rows = self.batch_size * self.parallel_dims.dp
         flops = None
         with contextlib.suppress(UncountedModuleError):
-            full = self._model if self._meta_model.full_model is None else self._meta_model.full_model
-            flops = model_flops(full, seq_len=self._seq_len, batch_size=rows, documents=self._documents)
+            full = self._model if self.meta_model.full_model is None else self.meta_model.full_model
+            flops = model_flops(full, seq_len=self.seq_len, batch_size=rows, documents=self.documents)
         counters, phases = trace.counters, list(trace.phases)
         seconds = counters["seconds"] + optimizer_seconds
         if optimizer_seconds:
@@ -418,14 +418,14 @@ class Estimator:
             phases=phases,
             busy={lane: counters[f"{lane} busy"] for lane in (*LANES, COMM)},
             exposed={lane: counters[f"{lane} exposed"] for lane in (*LANES, COMM)},
-            tokens=self._seq_len * rows,
-            devices=self._dims.world_size,
+            tokens=self.seq_len * rows,
+            devices=self.parallel_dims.world_size,
             model_flops=flops if backward or flops is None else flops // 3,
-            hardware_flops=int(counters["flops"]) * self._dims.world_size,
+            hardware_flops=int(counters["flops"]) * self.parallel_dims.world_size,
             operators=int(counters["operators"]),
-            peak_flops=self._hardware.peak_rate(self._model.get_input_embeddings().weight.dtype),
-            memory={tier: trace.memory[tier] for tier in TIERS} if self._timeline else {},
-            lanes=trace.lanes if self._timeline else {},
+            peak_flops=self.hardware.peak_rate(self._model.get_input_embeddings().weight.dtype),
+            memory={tier: trace.memory[tier] for tier in TIERS} if self.timeline else {},
+            lanes=trace.lanes if self.timeline else {},
         )
 
 

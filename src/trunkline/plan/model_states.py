@@ -68,10 +68,9 @@ def loading_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp:
         ranks: ranks that parameters are sharded over.
         tp: tensor-parallel ranks.
     """
-    is_sharded = sharding_spec.is_sharded(ranks)
-    if not is_sharded and tp == 1:
+    if not sharding_spec.is_sharded(ranks) and tp == 1:
         return 0
-    return sum(p.numel() * ((is_sharded and sharding_spec.dtype) or p.dtype).itemsize for p in model.parameters())
+    return sum(p.numel() * sharding_spec.itemsize(p, ranks) for p in model.parameters())
 
 
 def model_states_of(
@@ -93,7 +92,7 @@ def model_states_of(
     parameters = optimizer_state = updated = step = accumulated = 0
     for parameter in model.parameters():
         numel = -(-local(parameter).numel() // shards)
-        itemsize = ((is_sharded and sharding_spec.dtype) or parameter.dtype).itemsize
+        itemsize = sharding_spec.itemsize(parameter, ranks)
         parameters += numel * itemsize
         if optimizer is None or not parameter.requires_grad:
             continue

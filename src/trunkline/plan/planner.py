@@ -290,7 +290,10 @@ class Planner:
                 "all of it (offload). Use a node with more memory."
             )
         try:
-            self._estimator(job, candidate).place_stores()
+            Estimator(
+                meta_model=self._local, seq_len=job.context, hardware=None, settings=self._settings(job, candidate),
+                **self._estimate_arguments(job, candidate),
+            ).place_stores()  # fmt: skip
         except ValueError as error:
             return f"{error} ({candidate})"
         return None
@@ -304,12 +307,6 @@ class Planner:
 
     def _settings(self, job: TrainingJob, candidate: Candidate) -> dict[str, Any]:
         return {**job.fixed, **candidate.streaming, **self.budgets(job, candidate).settings}
-
-    def _estimator(self, job: TrainingJob, candidate: Candidate, *, timed: bool = False) -> Estimator:
-        return Estimator(
-            self._local, job.context, hardware=self._cluster.hardware if timed else None,
-            settings=self._settings(job, candidate), **self._estimate_arguments(job, candidate),
-        )  # fmt: skip
 
     # -- search --------------------------------------------------------------------------------------------------------
 
@@ -355,7 +352,9 @@ class Planner:
         return None
 
     def _plan(self, job: TrainingJob, candidate: Candidate, *, timed: bool) -> Plan:
-        step = self._estimator(job, candidate, timed=timed).run()
+        arguments = {**self._estimate_arguments(job, candidate), **self._settings(job, candidate)}
+        hardware = self._cluster.hardware if timed else None
+        step = estimate(self._local, job.context, hardware=hardware, **arguments)
         return Plan(job, self._cluster, candidate, self.budgets(job, candidate), step, self._full.model)
 
     def _longest_of(self, job: TrainingJob, candidate: Candidate, longer_than: int) -> tuple[int, Candidate] | None:

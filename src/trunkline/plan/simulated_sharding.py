@@ -42,6 +42,10 @@ class ShardingSpec:
         """Return whether parameters are sharded or offloaded on so many ranks, and not whole on each device."""
         return self.zero > 0 and (ranks > 1 or self.offload)
 
+    def itemsize(self, parameter: Parameter, ranks: int) -> int:
+        """Return the bytes of an element of a parameter as each of so many ranks holds it between steps."""
+        return ((self.is_sharded(ranks) and self.dtype) or parameter.dtype).itemsize
+
 
 class SimulatedSharding(ParameterStore):
     """Simulated FSDP of one rank.
@@ -152,7 +156,7 @@ class SimulatedSharding(ParameterStore):
         self._link.wait(self._link.send(sent if self._sharded else 2 * sent, "gradients"))
         if not self._sharded:
             return torch.empty_like(parameter)
-        shard = -(-local(parameter).numel() // size) * self._shard_itemsize(parameter)
+        shard = -(-local(parameter).numel() // size) * self._spec.itemsize(parameter, size)
         if self._spec.offload and self._clock is not None:
             self._offloading = self._clock.submit(LINK["stash"], shard, lane="stash", label="gradients")
         if parameter not in self._reduced:  # later ones are added to the same memory
@@ -165,15 +169,12 @@ class SimulatedSharding(ParameterStore):
         nbytes, size = self._nbytes(layer), self._link.size
         self._memory.add(_IN_FLIGHT, nbytes)
         if self._spec.offload and self._clock is not None:
-            shard = sum(local(p).numel() * self._shard_itemsize(p) for p in self._parameters(layer)) // size
+            shard = sum(local(p).numel() * self._spec.itemsize(p, size) for p in self._parameters(layer)) // size
             self._clock.wait(self._clock.submit(LINK["fetch"], shard, lane="fetch", label="parameters"))
         return self._link.send(nbytes * (size - 1) // size, "parameters")
 
     def _nbytes(self, layer: int | None) -> int:
         return sum(local(p).nbytes for p in self._parameters(layer))
-
-    def _shard_itemsize(self, parameter: Parameter) -> int:
-        return (self._spec.dtype or parameter.dtype).itemsize
 
     def _parameters(self, layer: int | None) -> list[Parameter]:
         return self.other_parameters if layer is None else list(self._layers[layer].parameters())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trunkline.report.timeline import Segment
+from trunkline.report.timeline import Segment, disjoint
 
 
 def memory_columns(steps: Sequence[tuple[float, int]], end: float, count: int) -> tuple[list[int], list[int]]:
@@ -45,11 +45,7 @@ def busy_shares(segments: Sequence[Segment], end: float, count: int) -> list[flo
     """Return the busy share, 0 to 1, of a lane in each of `count` columns of time that end at second `end`."""
     shares = [0.0] * count
     width = end / count
-    reached = 0.0
-    for begin, until, _ in sorted(segments):
-        begin, reached = max(begin, reached), max(until, reached)
-        if until <= begin:
-            continue
+    for begin, until in disjoint(segments):
         first, last = min(count - 1, int(begin / width)), min(count - 1, int(until / width))
         for column in range(first, last + 1):
             overlap = min(until, (column + 1) * width) - max(begin, column * width)

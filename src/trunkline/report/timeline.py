@@ -6,7 +6,8 @@ A measured step and an estimated one give the same record, so that they can be d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, TypeAdapter
@@ -112,11 +113,7 @@ class Timeline:
 
     def busy(self, lane: str) -> float:
         """Return the seconds that a lane works; work that overlaps counts once."""
-        total, reached = 0.0, 0.0
-        for begin, end, _ in sorted(self.lanes.get(lane, [])):
-            total += max(0.0, end - max(begin, reached))
-            reached = max(reached, end)
-        return total
+        return sum(end - begin for begin, end in disjoint(self.lanes.get(lane, [])))
 
     @property
     def tokens_per_second(self) -> float:
@@ -166,17 +163,20 @@ def thinned(steps: Sequence[tuple[float, int]], end: float, most: int) -> StepFu
         return list(steps)
     count = max(1, most // 3)
     kept: StepFunction = []
-    first = 0
-    while first < len(steps):
-        column = min(count - 1, int(steps[first][0] / end * count))
-        last = first
-        while last + 1 < len(steps) and min(count - 1, int(steps[last + 1][0] / end * count)) == column:
-            last += 1
-        group = range(first, last + 1)
-        chosen = {max(group, key=lambda i: steps[i][1]), min(group, key=lambda i: steps[i][1]), last}
+    for _, column in groupby(range(len(steps)), lambda i: min(count - 1, int(steps[i][0] / end * count))):
+        indices = list(column)
+        chosen = {max(indices, key=lambda i: steps[i][1]), min(indices, key=lambda i: steps[i][1]), indices[-1]}
         kept += [steps[i] for i in sorted(chosen)]
-        first = last + 1
     return kept
+
+
+def disjoint(segments: Iterable[Segment]) -> Iterator[tuple[float, float]]:
+    """Yield (begin, end) of a lane's work in order, without the parts in which earlier work has not ended."""
+    reached = 0.0
+    for begin, end, _ in sorted(segments):
+        if end > reached:
+            yield max(begin, reached), end
+            reached = end
 
 
 def within(steps: Iterable[tuple[float, int]], end: float) -> StepFunction:

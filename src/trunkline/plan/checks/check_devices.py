@@ -35,13 +35,11 @@ def devices() -> list[torch.device]:
 def check_all(devices: Sequence[torch.device]) -> list[Finding]:
     """Check devices, their attention kernels and their links."""
     gpus = [device for device in devices if device.type == "cuda"]
-    checks: dict[str, Check] = {
-        **({} if gpus else {"device cpu": check_cpu}),
-        **{f"device {gpu}": partial(check_gpu, gpu) for gpu in gpus},
-        **{f"attention {dtype}": partial(check_attention, dtype, devices[0]) for dtype in DTYPES},
-        **({f"link {gpu}": partial(check_link, gpu) for gpu in gpus} or {"link": partial(check_link, devices[0])}),
-        **({"triton": check_software.check_triton} if gpus else {}),
-    }
+    checks: dict[str, Check] = {f"device {gpu}": partial(check_gpu, gpu) for gpu in gpus} or {"device cpu": check_cpu}
+    checks |= {f"attention {dtype}": partial(check_attention, dtype, devices[0]) for dtype in DTYPES}
+    checks |= {f"link {gpu}" if gpus else "link": partial(check_link, gpu) for gpu in devices}
+    if gpus:
+        checks["triton"] = check_software.check_triton
     return [finding for name, check in checks.items() for finding in attempt(name, check)]
 
 
