@@ -193,7 +193,7 @@ def estimate(
         )  # fmt: skip
         try:
             return estimator.run(backward=backward, extrapolate=extrapolate)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError) as error:
             raise UnsupportedModelError(
                 f"{type(on_rank.model).__name__} does not run on the meta device, so no step of it can be estimated: "
                 f"{error}"
@@ -255,12 +255,9 @@ class Estimator:
             self._decoder.sharding = self._sharding = SimulatedSharding(
                 self._model, self._decoder.layers, self.sharding_spec, fsdp_link, clock, self._memory, self._host
             )
-        self._op_tracer = OpTracer(
-            None if hardware is None else CostModel(hardware),
-            self._clock,
-            self._memory,
-            collective_link(dims.tp, dims.tp, hardware, clock) if dims.tp > 1 else None,
-        )
+        costs = None if hardware is None else CostModel(hardware)
+        tp_link = collective_link(dims.tp, dims.tp, hardware, clock) if dims.tp > 1 else None
+        self._op_tracer = OpTracer(costs, self._clock, self._memory, tp_link)
         self._recorder: SegmentRecorder | None = None
         self._tiers = self._new_tiers()
 

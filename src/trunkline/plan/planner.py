@@ -368,22 +368,15 @@ class Planner:
                     return sized
             return None
 
-        # Bisection in multiples of 1,024 tokens: `low` fits, `high` does not.
+        # Doubling, then bisection, in multiples of 1,024 tokens: `low` fits, `high` does not.
         low = -(-(longer_than + longer_than // 32) // 1_024) + 1
         limit = max(longest_searched(job, self._cluster.hardware) // 1_024, 1)
         best = fitting(low) if low <= limit else None
         if best is None:
             return None
-        while low < limit:
-            high = min(2 * low, limit)
-            sized = fitting(high)
-            if sized is None:
-                break
-            low, best = high, sized
-        else:
-            return low * 1_024, best
-        while high - low > max(low // 32, 1):
-            middle = (low + high) // 2
+        high: int | None = None
+        while low < limit if high is None else high - low > max(low // 32, 1):
+            middle = min(2 * low, limit) if high is None else (low + high) // 2
             sized = fitting(middle)
             if sized is None:
                 high = middle

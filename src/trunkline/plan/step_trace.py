@@ -97,23 +97,22 @@ class SegmentRecorder:
     def enter(self, layer: int | None) -> None:
         """Begin a segment, unless the layer is the current one; the first layer ends the phase `embed`."""
         if layer != self._layer:
-            self._close()
-            self._layer = layer
-            if self._phase == "embed":
-                self._phase = "forward"
-            self._open()
+            self._next("forward" if self._phase == "embed" else self._phase, layer)
 
     def begin_phase(self, name: str) -> None:
         """Begin a phase, and a segment outside the layers."""
-        self._close()
-        self._phase, self._layer = name, None
-        self._open()
+        self._next(name, None)
 
     def finish(self) -> None:
         """End the last segment and stop recording."""
         self._close()
         for tally in self._memory.values():
             tally.on_change = None
+
+    def _next(self, phase: str, layer: int | None) -> None:
+        self._close()
+        self._phase, self._layer = phase, layer
+        self._open()
 
     def _add_point(self, tier: str, held: int) -> None:
         self._series[tier].append((self._clock.compute - self._begin, held - self._held_before[tier][0]))

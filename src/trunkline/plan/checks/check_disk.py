@@ -70,13 +70,12 @@ def check_disk(folder: Path) -> list[Finding]:
         permit = "Give a folder of yours to --disk, or have its owner change its permissions."
         return [Finding("disk", "fail", f"{folder} cannot be written to", permit)]
     free, kind = psutil.disk_usage(str(folder)).free, filesystem_of(folder)
-    text, elsewhere = (
-        f"{format_bytes(free)} free in {folder} ({kind})",
-        "to --disk here and as offload_dir in training.",
-    )
-    fix = f"Free some space, or give a folder on a larger disk, {elsewhere}" if free < _ROOM else None
+    text, fix = f"{format_bytes(free)} free in {folder} ({kind})", None
+    elsewhere = "to --disk here and as offload_dir in training."
     if kind in ("tmpfs", "ramfs"):
         text, fix = f"{text}, which is memory, not a disk", f"Give a folder on a disk, {elsewhere}"
+    elif free < _ROOM:
+        fix = f"Free some space, or give a folder on a larger disk, {elsewhere}"
     return [judge("disk", text, fix), *attempt("disk speed", lambda: check_speed(folder, free))]
 
 
