@@ -134,6 +134,14 @@ def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
     assert held[1] == held[0] + 4 * count
 
 
+def test_one_planner_gives_each_number_of_micro_batches_its_own_budgets() -> None:
+    """What earlier micro-batches hold is not left to the stores, whatever the planner planned before."""
+    planner = Planner(META_MODEL, cluster(64))
+    candidate = Candidate(ParallelDims(), ShardingSpec(zero=0), 4_096)
+    one, two = (planner.budgets(TrainingJob(4_096, micro_batches=n), candidate).device for n in (1, 2))
+    assert two < one
+
+
 def test_machines_that_are_none() -> None:
     for given in ({"devices": 0}, {"devices": True}, {"host_bytes": 0}, {"disk_bytes": -1}):
         with pytest.raises(ValueError, match="give"):

@@ -255,7 +255,7 @@ class Planner:
     @staticmethod
     def _budgets_key(job: TrainingJob, candidate: Candidate) -> tuple[Any, ...]:
         # Neither keep nor the context changes what lies outside the stores.
-        fixed = repr((job.optimizer, sorted(job.fixed.items())))
+        fixed = repr((job.optimizer, job.micro_batches, sorted(job.fixed.items())))
         rows = job.batch_size // candidate.parallel_dims.dp
         return candidate.parallel_dims, candidate.sharding_spec, candidate.chunk_size, rows, fixed
 
