@@ -60,7 +60,7 @@ def evaluate(
 
     from trunkline import evaluate as evaluation
     from trunkline.cli.evaluate_progress import EvaluationDisplay
-    from trunkline.cli.evaluate_settings import check_length, choose_settings, longest_of, positions_of
+    from trunkline.cli.evaluate_settings import check_length, choose_settings, positions_of
     from trunkline.data import Document, find_files, read_documents
     from trunkline.evaluate import TextHaystack, check_folder
     from trunkline.generation.loading import load_model
@@ -84,7 +84,8 @@ def evaluate(
     documents = evaluation.token_documents(read, encoder)
     if files and not documents:
         raise ValueError("--perplexity: the files hold no text. Give files that do.")
-    longest, positions = longest_of(settings, documents), positions_of(loaded)
+    longest = max([1, *settings.lengths, *(len(document.ids) for document in documents)])
+    positions = positions_of(loaded)
     if positions is not None and longest > positions:
         notes.append(f"note: up to {longest:,} tokens are more than the {positions:,} positions of this model")
     say(console, *notes, style="dim")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from trunkline.api import streamed_forward
@@ -10,7 +9,6 @@ from trunkline.evaluate import (
     TASKS,
     EvaluateSettings,
     TextHaystack,
-    TokenDocument,
     check_lengths,
     even_depths,
     length_text,
@@ -102,11 +100,6 @@ def positions_of(model: Any) -> int | None:
     """Return the number of positions that a model was made for; None if its config has none."""
     positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions
-
-
-def longest_of(settings: EvaluateSettings, documents: Sequence[TokenDocument]) -> int:
-    """Return the tokens of the longest sample or document."""
-    return max([1, *settings.lengths, *(len(document.ids) for document in documents)])
 
 
 def check_length(model: Any, tokens: int) -> None:

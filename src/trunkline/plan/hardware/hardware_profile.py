@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from trunkline.offload.lanes.sim_clock import QueueSpeeds
 from trunkline.offload.lanes.simulated import DISK, LINK
@@ -60,7 +60,6 @@ class Hardware(ProfileFigures):
     name: str
     attention_kernel: str
     figures: dict[str, Any] = Field(repr=False)
-    _attention_rates: dict[tuple[Any, ...], float] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def from_figures(
@@ -131,13 +130,10 @@ class Hardware(ProfileFigures):
         Raises:
             ValueError: the profile has no figures for the dtype.
         """
-        call = (direction, dtype, head_dim, queries, keys, causal)
-        if call not in self._attention_rates:  # an estimate asks for few calls, thousands of times
-            tables = getattr(self.attention.kernels[self.attention_kernel], direction)
-            dims, factor = self._stand_in(dtype, f"attention.{direction}", tables)
-            rates = {dim: samples.rate(queries, keys, causal) for dim, samples in dims.items()}
-            self._attention_rates[call] = factor * rate_of_head_dim(head_dim, rates, padded=self.device_type == "cuda")
-        return self._attention_rates[call]
+        tables = getattr(self.attention.kernels[self.attention_kernel], direction)
+        dims, factor = self._stand_in(dtype, f"attention.{direction}", tables)
+        rates = {dim: samples.rate(queries, keys, causal) for dim, samples in dims.items()}
+        return factor * rate_of_head_dim(head_dim, rates, padded=self.device_type == "cuda")
 
     def memory_rate(self, kind: MemoryKind, nbytes: int) -> float:
         """Return bytes/s, read and written together, of an operation that device memory bounds.
