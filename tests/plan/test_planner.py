@@ -11,11 +11,20 @@ from families import build
 from plan.profiles import constant
 
 from trunkline.distributed.mesh import ParallelDims
+from trunkline.plan import search_space
 from trunkline.plan.estimate import Estimate, estimate
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec
 from trunkline.plan.planner import DoesNotFit, Planner
-from trunkline.plan.search_space import Candidate, Cluster, TrainingJob, chunk_sizes, keep_options, meshes
+from trunkline.plan.search_space import (
+    Candidate,
+    Cluster,
+    TrainingJob,
+    chunk_sizes,
+    keep_options,
+    longest_searched,
+    meshes,
+)
 from trunkline.plan.simulated_sharding import ShardingSpec
 
 MIB = 2**20
@@ -103,11 +112,12 @@ def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
             assert planner._shortfall(more, candidate) is not None
 
 
-def test_the_search_for_the_longest_ends_where_everything_fits() -> None:
-    """A tiny model on a large device: the search ends at 512 chunks of the given size."""
-    roomy = cluster(2**14)
-    plan = Planner(META_MODEL, roomy).longest(TrainingJob(4_096, fixed={"chunk_size": 4_096}), timed=False)
-    assert plan.job.context == 512 * 4_096
+def test_the_search_for_the_longest_ends_where_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model on a large device: the search ends at so many chunks of the given size."""
+    job = TrainingJob(4_096, fixed={"chunk_size": 4_096})
+    assert longest_searched(job, cluster(1).hardware) == 512 * 4_096
+    monkeypatch.setattr(search_space, "MOST_CHUNKS", 4)
+    assert Planner(META_MODEL, cluster(2**14)).longest(job, timed=False).job.context == 16 * 4_096
 
 
 def test_settings_of_the_job_are_not_changed() -> None:
