@@ -49,12 +49,12 @@ _HOME = {
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names, those not imported yet included."""
     return [*__all__, "__all__", "__doc__", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and transformers when a name is first used, so that `trunkline --help` need not wait for them."""
+    """Import a public name when it is first used, so that `trunkline --help` need not wait for torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -35,20 +35,26 @@ def stream(
 
     The model keeps its class, parameters and config; `save_pretrained`, PEFT and `Trainer` keep working.
     `model(input_ids=ids, labels=labels).loss` is transformers' loss, and `loss.backward()` leaves the gradients of
-    plain autograd in `.grad`. Streaming a streamed model replaces its settings.
+    plain autograd in `.grad`. Streaming a streamed model replaces all its settings: those that are not given again get
+    their defaults.
+
+    First the pieces of the model run on eight tokens in two chunks, and their outputs are compared with the model's
+    own. Gradients are not compared. A model on `meta` is compared at its first forward with values.
 
     Args:
         model: transformers causal language model, or a PEFT model around one.
         config: settings; None is all defaults.
-        mesh: ranks that share the work, from `init_mesh`. Every rank calls `stream`, and later the model, with the same
-            arguments. Call `shard` before to shard the parameters over the ranks; else each rank holds all of them.
+        mesh: ranks that share the work, from `init_mesh`; None for one process. Every rank calls `stream` with the same
+            arguments, and later the model; only data-parallel replicas give it different data. Call `shard` before to
+            shard the parameters over the ranks; else each rank holds all of them.
         settings: fields of `StreamConfig` as keyword arguments; they replace those of `config`.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: a setting is out of range, or the model computes something that cannot be streamed exactly.
+        ValueError: a setting is out of range, the mesh does not fit the model, or the comparison of outputs (or another
+            check) shows that the model cannot be streamed exactly.
     """
     config = resolve_config(config, settings)
     base = base_model(model)
@@ -103,7 +109,7 @@ def stream(
 
 
 def _ranks_and_sharding(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple[Ranks, ParameterStore | None]:
-    """Return the ranks that share the work, and the sharding of the parameters over them."""
+    """Return the ranks that share the work, and the parameters' sharding; one rank and None without a mesh."""
     if mesh is None:
         if any(isinstance(m, FSDPModule) for m in base.modules()):
             raise ValueError("this model is sharded over ranks: give stream() the mesh, too.")
@@ -116,12 +122,16 @@ def _ranks_and_sharding(base: PreTrainedModel, mesh: DeviceMesh | None) -> tuple
 
 
 def unstream(model: M) -> M:
-    """Undo `stream`: the model runs its own forward again.
+    """Undo `stream`: the model runs its own forward again, on layers that are not compiled.
 
-    Wrappers that accelerate has put around the streamed forward since (mixed precision) are removed, too.
+    A sharded model stays sharded. Wrappers that accelerate has put around the streamed forward since (mixed precision)
+    are removed, too.
+
+    Returns:
+        `model`.
 
     Raises:
-        ValueError: the model is not streamed.
+        ValueError: the model is not streamed, or gradients under `trunkline.no_sync` wait to be reduced.
     """
     base = base_model(model)
     forward = _streamed_forward(base)
@@ -149,7 +159,9 @@ def tiers_of(model: nn.Module) -> Tiers:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Return the peak bytes of each tier and the traffic of each lane since the last call.
+    """Return this rank's peak bytes of each tier and traffic of each lane since the last call, and reset them.
+
+    Over ranks, the lane `comm` has the collectives' traffic.
 
     Raises:
         ValueError: the model is not streamed.

@@ -1,7 +1,7 @@
 """Boundaries of chunks.
 
-A chunk is `chunk_size` consecutive tokens of the *global* sequence, and the unit of all work. No length has to divide
-another: the last chunk has the remaining tokens.
+A chunk is `chunk_size` consecutive tokens of the *global* sequence (of all ranks that share it), and the unit of all
+work. No length has to divide another: the last chunk has the remaining tokens, and padding where ranks share it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Chunk of a sequence, tokens `start … stop - 1`, or one rank's part of it.
+
+    Tokens are numbered in the whole sequence, except in a rank's query rows (`Ranks.query_rows`). `len` is the number
+    of tokens, without the gap.
 
     Attributes:
         index: number of the chunk, from 0.
@@ -58,7 +61,8 @@ def split(seq_len: int, chunk_size: int) -> list[Chunk]:
 def zigzag(chunk: Chunk, rank: int, size: int, part: int = 0, parts: int = 1) -> Chunk:
     """Return a rank's tokens of a chunk, such that causal attention is equal work for all ranks.
 
-    The chunk is cut into `2 * size` slices; rank r has slice r and slice `2 * size - 1 - r`.
+    The chunk is cut into `2 * size` slices; rank r has slice r and slice `2 * size - 1 - r`. A single rank has the
+    whole chunk. Either may be cut once more, into `parts`.
 
     Args:
         chunk: a chunk; its length is a multiple of `2 * size` and of `size * parts` (of `parts` alone for one rank).

@@ -36,8 +36,9 @@ class Progress:
         part: `embed`, `forward`, `head` or `backward`.
         layer: decoder layer, counted from 0; -1 in `embed` and `head`, and in `backward` for the embedding.
         num_layers: decoder layers of the model.
-        chunk: chunk, counted from 0; in `head` the tile.
-        num_chunks: number of chunks, or of tiles.
+        chunk: chunk, counted from 0; in `head` of a loss the tile. In `backward` chunks descend, and the last one is
+            also reported while activations are recomputed.
+        num_chunks: number of chunks, or of tiles; over ranks those of this rank.
     """
 
     part: Literal["embed", "forward", "head", "backward"]
@@ -98,6 +99,8 @@ class StreamSettings(TypedDict, total=False):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
     """Settings of `trunkline.stream`; docs/settings.md has them as a table.
+
+    A `chunk_size` such as "16K" becomes a number of tokens; device, host and disk budgets become bytes.
 
     Raises:
         ValueError: a setting is out of range, or has no effect beside the others; the text names it and the fix.
@@ -234,7 +237,7 @@ class StreamConfig:
 
     @property
     def decisive(self) -> tuple[object, ...]:
-        """Settings that must be equal on all ranks of a job."""
+        """Settings that must be equal on all ranks: all but `progress`; of `offload_dir`, only whether it is set."""
         own = ("keep", "offload_dir", "progress")
         fields = [f.name for f in dataclasses.fields(self) if f.name not in own]
         return (sorted(self.keep), self.offload_dir is None, *(getattr(self, name) for name in fields))
@@ -246,19 +249,22 @@ class StreamConfig:
 
     @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:
-        """Budgets of device, host and disk in bytes."""
+        """Budgets of device, host and disk in bytes; None where none is set."""
         device, host, disk = (
             parse_bytes(name, getattr(self, name)) for name in ("device_budget", "host_budget", "disk_budget")
         )
         return device, host, disk
 
     def on(self, device: torch.device) -> StreamConfig:
-        """Resolve `auto` for a device, where tensors will be elsewhere (on `meta`)."""
+        """Return these settings as a device would have them, for a simulation whose tensors are on `meta`.
+
+        `chunk_size` is resolved; `attn_kernel` only for a CPU, since on `meta` `auto` stands for CUDA's kernel.
+        """
         kernel = "cpu_flash" if self.attn_kernel == "auto" and device.type == "cpu" else self.attn_kernel
         return dataclasses.replace(self, chunk_size=self.chunk_tokens(device), attn_kernel=kernel)
 
     def chunk_tokens(self, device: torch.device) -> int:
-        """Tokens in a chunk on a device."""
+        """Return the tokens of a chunk, on all ranks together, if the model is on `device`."""
         if isinstance(self.chunk_size, str):
             return 4_096 if device.type == "cpu" else 16_384
         return self.chunk_size
@@ -268,7 +274,8 @@ def resolve_config(config: StreamConfig | None, settings: StreamSettings | dict[
     """Build a config from a `StreamConfig`, its fields as keywords, or both: keywords replace fields.
 
     Raises:
-        ValueError: `config` is something else, or a name is no setting; the text has the nearest name.
+        ValueError: `config` is something else, or a name is no setting (the text has the nearest name), or a value is
+            out of range.
     """
     if config is not None and not isinstance(config, StreamConfig):
         raise ValueError(f"config={config!r}: give a StreamConfig, or its fields as keyword arguments.")
@@ -290,7 +297,7 @@ def declared_settings() -> Iterator[Declared]:
 
 
 def keepable(keep: Iterable[str] | str) -> frozenset[str]:
-    """Check a value of `keep`.
+    """Check a value of `keep`, which may be one name, and return its names as a set.
 
     Raises:
         ValueError: it names something that cannot be kept.

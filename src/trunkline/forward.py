@@ -44,7 +44,7 @@ class StreamedForward:
         decoder: the model in pieces.
         config: settings.
         ranks: ranks that share the sequence.
-        calls: number of forwards so far.
+        calls: number of calls of the model so far, those over a cache included.
     """
 
     def __init__(self, decoder: HuggingFaceDecoder, config: StreamConfig, ranks: Ranks) -> None:
@@ -69,7 +69,7 @@ class StreamedForward:
 
     @property
     def tiers(self) -> Tiers:
-        """Tiers of the model on the device where it is now."""
+        """Tiers of the model on the device where it is now; new ones after the model has moved to another device."""
         device = self.decoder.device
         if self._tiers is None or self._tiers_device != device:
             config, self._tiers_device = self.config, device
@@ -86,16 +86,20 @@ class StreamedForward:
                 `logits_to_keep`. `position_ids` that begin at 0 again mark packed documents; so do `document_ids`
                 (B, S), a number for each token's document, and `cu_seq_lens_q` or `seq_idx` of packing collators.
                 Documents never attend to each other, and the last token of a document has no target; `shift_labels` are
-                taken as they are.
+                taken as they are. Without labels a cache (`past_key_values`, or `use_cache=True` for a new one) is
+                extended by the tokens; see `extend`.
 
         Returns:
-            With labels the loss, fp32 (fp64 for an fp64 model): the mean over all tokens whose label is not -100, or
-            their sum over `num_items_in_batch`; 0 where there is none. Logits are not returned: those of the whole
-            sequence never exist. Without labels the logits of the last position (B, 1, V), or of the last
-            `logits_to_keep`.
+            transformers' output, or a tuple with `return_dict=False`. With labels it has the loss, fp32 (fp64 for an
+            fp64 model): the mean over all tokens whose label is not -100, or their sum over `num_items_in_batch`; 0
+            where there is none. Ranks that share a sequence all get its loss; replicas each get their own. Logits are
+            not returned: those of the whole sequence never exist. Without labels it has the logits of the last position
+            (B, 1, V), or of the last `logits_to_keep`.
 
         Raises:
-            ValueError: an argument is of the wrong shape or not supported; the text names it and the fix.
+            ValueError: an argument is of the wrong shape or not supported, the model is trained without labels, ranks
+                that must agree were given different inputs, or the step does not fit in the budgets. The text names
+                the fix.
         """
         self._refuse_changes()
         self.calls += 1
@@ -119,14 +123,15 @@ class StreamedForward:
 
     @torch.no_grad()
     def score(self, **given: Any) -> Tensor:
-        """Score how well each token is predicted by the tokens before it, in one forward.
+        """Score how well each token is predicted by the tokens before it, in one forward without gradients.
 
         Args:
-            given: arguments of a forward, with labels.
+            given: arguments of a forward by name, with labels.
 
         Returns:
-            (2, B, S), fp32: log probability of the token that follows each position, and 1 where it is the likeliest;
-            0 where the position has no label.
+            (2, B, S), fp32, on every rank: log probability of each position's target (the label of the token that
+            follows), and 1 where it is the likeliest token; 0 where there is no target. S is without columns that are
+            padding in every row.
         """
         with self._step(given) as (state, differentiable, _):
             sweeps.forward(state, differentiable=differentiable)
@@ -134,7 +139,10 @@ class StreamedForward:
 
     @contextlib.contextmanager
     def _step(self, given: dict[str, Any]) -> Iterator[tuple[StepState, bool, inputs.ForwardInputs]]:
-        """Prepare a step from checked arguments; return its state, whether it is differentiable, and the inputs."""
+        """Check the arguments of a forward with all ranks, and begin a step.
+
+        Yield its state, whether it is differentiable, and the checked inputs. Run the forward within the `with`.
+        """
         wanted, agreement = self._agree(given)
         batch = wanted.batch
         if agreement.num_targets is not None and given.get("num_items_in_batch") is None:
@@ -230,7 +238,7 @@ class StreamedForward:
         return given
 
     def _agree(self, given: dict[str, Any]) -> tuple[inputs.ForwardInputs, Agreement]:
-        """Check the arguments of a forward together with all other ranks, before the first sweep."""
+        """Check the arguments of a forward together with all other ranks, before the first sweep; draw the seed."""
         wanted: list[inputs.ForwardInputs] = []
 
         def read() -> tuple[Batch, str]:
@@ -303,7 +311,7 @@ class StreamedForward:
         """Refuse changes to the model since `stream` that would go wrong silently.
 
         Raises:
-            ValueError: the model runs under torch.compile.
+            ValueError: the model runs under torch.compile, or parameters were added that differ between ranks.
         """
         model = self.decoder.model
         if is_under_compile() or model._compiled_call_impl is not None:
@@ -319,10 +327,10 @@ class StreamedForward:
 
 
 def _last_token_again(given: dict[str, Any], cache: StreamedCache) -> dict[str, Any]:
-    """Replace the arguments of a forward that has the tokens of the cache and no others.
+    """Replace the arguments of a forward that has the tokens of the cache and no others; return others as they are.
 
-    transformers' `generate` passes all tokens then, as if they were new, and asks for the last logits. The last token
-    is run again instead: the first new token is drawn from its logits.
+    transformers' `generate` passes all tokens then, as if they were new, and asks for the last logits. The cache then
+    forgets its last token, which is run again: the first new token is drawn from its logits.
     """
     ids_BS = given.get("input_ids")
     if given.get("logits_to_keep") != 1 or not isinstance(ids_BS, Tensor) or ids_BS.ndim != 2:

@@ -20,7 +20,7 @@ def parse_bytes(setting: str, value: int | str | None) -> int | None:
 
     Args:
         setting: name of the setting, for the message.
-        value: value of the setting; None stays None.
+        value: value of the setting, 0 or more; None stays None. A fraction, such as "1.5GiB", is rounded down to bytes.
 
     Raises:
         ValueError: the value is not a number of bytes.
@@ -37,7 +37,7 @@ def parse_bytes(setting: str, value: int | str | None) -> int | None:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return a number of bytes as text, in 1024-based units."""
+    """Return a number of bytes as text, in 1024-based units, rounded to a tenth of the unit."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -39,13 +39,13 @@ CASES = all_pairs([(4, 4), (4, 2), (6, 1)], [8, 16, 4], [torch.float64, torch.fl
 
 
 @pytest.mark.parametrize(("heads", "value_dim", "dtype", "shape"), CASES)
-@pytest.mark.parametrize("name", ["math", "tiled", "capped", "flash"])
+@pytest.mark.parametrize("name", ["math", "tiled", "capped", "capped and tiled", "flash"])
 def test_output_and_gradients_are_those_of_softmax_attention(
     name: str, heads: tuple[int, int], value_dim: int, dtype: torch.dtype, shape: tuple[int, int, bool]
 ) -> None:
     rows, keys, causal = shape
-    softcap = 0.5 if name == "capped" else None
-    kernel: Kernel = MathKernel(16 if name == "tiled" else 1024, softcap=softcap)
+    softcap = 0.5 if "capped" in name else None
+    kernel: Kernel = MathKernel(16 if "tiled" in name else 1024, softcap=softcap)
     if name == "flash":
         kernel = resolve(CPU, dtype, 8, value_dim)
         assert kernel.name == "cpu_flash"

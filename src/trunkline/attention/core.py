@@ -7,8 +7,8 @@ exchanged: queries outside, keys inside).
 
 Keys, values and the sums of their gradients are *resident* for the first chunks: one buffer on the device each, so that
 many earlier keys are one view. As many chunks are resident as the device budget has room for; all of them without a
-budget. The others are *streamed*: one kernel call a chunk, while the next chunk is fetched. With a sliding window every
-chunk is streamed, so that chunks which no later query sees can be dropped.
+budget. The others are *streamed*: a tensor each, in any tier, and one kernel call a chunk, while the next chunk is
+fetched. With a sliding window every chunk is streamed, so that chunks which no later query sees can be dropped.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CoreStores:
         lse: log-sum-exps.
         dk: sums of the gradients of keys.
         dv: sums of the gradients of values.
-        working_k: keys of the current layer, where `k` is kept for each layer; empty if `k` serves for both.
-        working_v: values of the current layer, likewise.
+        working_k: keys of the layer that runs now, where `k` outlives it; empty if `k` serves for both.
+        working_v: values of the layer that runs now, likewise.
     """
 
     k: str
@@ -62,7 +62,7 @@ class CoreStores:
 
     @property
     def working_set(self) -> tuple[str, str, str, str]:
-        """Stores that the current layer needs for every chunk: keys, values, and the sums of their gradients."""
+        """Stores that the layer that runs now needs for every chunk: keys, values, and the sums of their gradients."""
         return self.working_k or self.k, self.working_v or self.v, self.dk, self.dv
 
 
@@ -75,19 +75,19 @@ class Core:
     """Attention of one layer over the chunks of one forward pass, and its backward.
 
     Args:
-        chunks: the chunks of the sequence.
+        chunks: this rank's query rows of each chunk, numbered from 0 on this rank; its keys are those of the same
+            tokens. Without `gather` they are all tokens.
         kernel: a kernel's name, or `auto`.
-        keep_attention: keep the output and log-sum-exp of every chunk for the backward sweep.
-        keep_kv: keep keys and values for the backward sweep.
-        stores: where kept tensors rest.
+        keep_attention: keep the output and log-sum-exp of every chunk for the backward sweep; else backward computes
+            attention again.
+        keep_kv: keep keys and values for the backward sweep; else backward computes them again.
+        stores: stores of the step. They count all tensors of the core, and hold the streamed ones.
         store_names: names of the stores.
-        gather: gathers keys and values that ranks hold in parts; `chunks` are then this rank's rows of each chunk,
-            queries and keys alike, in their own numbering. None for one rank.
-        row_masks: of each row of the batch, or one for all rows.
-        softcap: soft cap of the scores; None for none.
+        gather: gathers the parts of keys and values that ranks hold; None where this rank has all of them.
+        row_masks: mask of each row of the batch, or one for all rows.
         drop_passed_kv: drop keys and values once no later chunk sees them (sliding windows); False makes them resident
             like any other.
-        outputs: sequences that kept outputs and log-sum-exps go to; None makes them in their stores.
+        outputs: two sequences for outputs and log-sum-exps; None makes them, in the stores `o` and `lse`.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Core:
         store_names: CoreStores,
         gather: KeyValueGather | None = None,
         row_masks: Sequence[RowMask] = CAUSAL,
-        softcap: float | None = None,
         drop_passed_kv: bool = True,
         outputs: tuple[ChunkedSequence, ChunkedSequence] | None = None,
     ) -> None:
@@ -110,7 +109,6 @@ class Core:
         self.keep_kv = keep_kv
         self._kernel_name = kernel
         self._gather = gather
-        self._softcap = softcap
         self._schedule = schedule_of(chunks, row_masks, gather)
         self.drops_passed_kv = drop_passed_kv and self._schedule.has_window
         self._kernel: Kernel | None = None
@@ -131,14 +129,17 @@ class Core:
         self._loaded: deque[tuple[Tensor, ...]] = deque()
 
     def needs_kv_recompute(self, chunk: Chunk) -> bool:
-        """Return True if the backward sweep needs keys and values of a chunk that were not kept.
+        """Return True if a chunk's keys and values must be computed again before the replay of a later chunk.
 
-        The last chunk that sees them has them from its own replay; earlier chunks need them before.
+        False if they are there already, or if no later chunk sees them: then the chunk's own replay computes them.
         """
         return not self._kv_complete and self._schedule.is_used_after(chunk, chunk.index)
 
     def first_needed_chunk(self, chunk: Chunk) -> int:
-        """Return the index of the first chunk whose keys and values must be there when `chunk` is replayed."""
+        """Return the index of the first chunk whose keys and values must be there when `chunk` is replayed.
+
+        Over ranks this includes the keys of the next replay, which are gathered ahead.
+        """
         following = self._before(chunk)
         if self._gather is not None and following is not None:  # its first span is gathered ahead
             return self._schedule.earlier(following).start
@@ -146,28 +147,32 @@ class Core:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: outputs and log-sum-exps, keys and values, and the sums of their gradients."""
+        """Bytes that this rank holds now, in any tier: outputs and log-sum-exps, k and v, and sums of dk and dv."""
         return sum(x.nbytes for x in self._kept) + self._kv.nbytes + self._dkv.nbytes
 
     # -- forward sweep -------------------------------------------------------------------------------------------------
 
     def forward(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Compute the attention of one chunk, in the forward sweep (chunks in ascending order).
+        """Compute the attention of one chunk, in a forward sweep (chunks in ascending order).
+
+        The output and log-sum-exp are stored, too, if attention is kept.
 
         Args:
-            chunk: the chunk.
-            q: its queries (B, H, C, D).
-            k: its keys (B, K, C, D); stored for the chunks that follow.
-            v: its values.
-            scoring: scale, soft cap and sinks.
+            chunk: this rank's rows of the chunk.
+            q: queries (B, H, C, D) of these rows and of this rank's heads.
+            k: keys (B, K, C, D) of the same tokens; stored for the chunks that follow.
+            v: values (B, K, C, D); their D may be another.
+            scoring: scale, soft cap, and sinks of this rank's heads.
 
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
         if chunk.index == 0:
             self._kv.read_streamed(j for each in self.chunks for j in self._spans.streamed_earlier(each))
-        self._softcap = scoring.softcap
-        own = self._to_kernel_dtype(k, v) if self._kv_complete else self.append_kv(chunk, k, v)
+        if self._kv_complete:  # the replay of a checkpoint group: kept keys and values have been restored
+            own = self._to_kernel_dtype(k, v, scoring.softcap)
+        else:
+            own = self.append_kv(chunk, k, v, scoring.softcap)
         following = None if chunk is self.chunks[-1] else self.chunks[chunk.index + 1]
         o, lse = attend_spans(*self._loop_inputs(chunk, q, own, following), scoring=scoring)
         o = o.to(q.dtype)
@@ -193,15 +198,22 @@ class Core:
             self._kv.clear_buffers()
 
     def restore_kv(self) -> bool:
-        """Bring kept keys and values back into the buffers; return False if they were not kept."""
+        """Bring kept keys and values back into the buffers; return False if they must be computed again."""
         if self.keep_kv and not self._kv_complete:
             self._kv.restore_resident()
             self._kv_complete = True
         return self._kv_complete
 
-    def append_kv(self, chunk: Chunk, k: Tensor, v: Tensor) -> KVPair:
-        """Store keys and values of a chunk, for it and later chunks; return them in the kernel's dtype."""
-        own = self._to_kernel_dtype(k, v)
+    def append_kv(self, chunk: Chunk, k: Tensor, v: Tensor, softcap: float | None) -> KVPair:
+        """Store keys and values of a chunk, for it and later chunks; return them in the kernel's dtype.
+
+        Args:
+            chunk: this rank's rows of the chunk.
+            k: keys (B, K, C, D).
+            v: values (B, K, C, D).
+            softcap: soft cap of the scores, for the choice of the kernel at the core's first call; None for none.
+        """
+        own = self._to_kernel_dtype(k, v, softcap)
         self._kv.put(chunk, own)
         if self._saves_resident and self.keep_kv:
             self._kv.save_resident(chunk, own)
@@ -215,15 +227,14 @@ class Core:
         return self._loaded[-1][0]
 
     def kept_output(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Return the kept output in a replay of the forward sweep; keep keys and values if they were not kept.
+        """Return the kept output (B, H, C, D) of a chunk, in a replay of the forward sweep; compute no attention.
 
-        Call `load_kept_output` first.
+        Store the chunk's keys and values if the forward did not keep them. Call `load_kept_output` first.
         """
-        self._softcap = scoring.softcap
         if self._keeps_replayed_kv and self._saves_resident and chunk.index < self.num_resident:
-            self._kv.save_resident(chunk, self._to_kernel_dtype(k, v))
+            self._kv.save_resident(chunk, self._to_kernel_dtype(k, v, scoring.softcap))
         elif self._keeps_replayed_kv:
-            self.append_kv(chunk, k, v)
+            self.append_kv(chunk, k, v, scoring.softcap)
         (o,) = self._loaded.popleft()
         if chunk is self.chunks[-1]:
             self._kept_readers[0].release()
@@ -233,7 +244,10 @@ class Core:
     # -- backward sweep ------------------------------------------------------------------------------------------------
 
     def load_output(self, chunk: Chunk) -> Tensor | None:
-        """Load the output that `replay` will return, before its queries are there; return None if it was not kept."""
+        """Load the output that `replay` will return, before its queries are there, and remove it from its store.
+
+        Chunks come in descending order. Return None, and load nothing, if attention was not kept.
+        """
         if not self.keep_attention:
             return None
         if chunk is self.chunks[-1]:
@@ -245,7 +259,8 @@ class Core:
     def replay(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Return the attention of one chunk as a node of the autograd graph (chunks in descending order).
 
-        The node's backward is the core's. Call `load_output` first.
+        The output is the kept one, or computed again. The node's backward adds to the gradients of earlier keys and
+        returns the complete ones of this chunk. Call `load_output` first.
         """
         o: Tensor = _ReplayAttention.apply(q, k, v, scoring.sinks, self, chunk, scoring)  # type: ignore[no-untyped-call]
         return o
@@ -253,7 +268,12 @@ class Core:
     def gradient(
         self, chunk: Chunk, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv of one chunk (chunks in descending order); keys of all chunks must be resident."""
+        """Compute dq, dk, dv of one chunk (chunks in descending order); keys of all chunks must be resident.
+
+        Returns:
+            dq (B, H, C, D), dk and dv (B, K, C, D) with the shares of all later chunks. dk and dv may be views of the
+            buffers, which are freed after chunk 0.
+        """
         assert self.num_resident == len(self.chunks), "keys and values of all chunks must be resident"
         return self._gradient(chunk, do, q, self._kv.view(chunk.start, chunk.stop), o, lse, scale)
 
@@ -293,10 +313,11 @@ class Core:
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
-    def _to_kernel_dtype(self, k: Tensor, v: Tensor) -> KVPair:
+    def _to_kernel_dtype(self, k: Tensor, v: Tensor, softcap: float | None) -> KVPair:
+        """Cast keys and values to the kernel's dtype; the first call chooses the kernel."""
         if self._kernel is None:
             shape = k.shape[-1], v.shape[-1]
-            self._kernel = resolve(k.device, k.dtype, *shape, self._kernel_name, softcap=self._softcap)
+            self._kernel = resolve(k.device, k.dtype, *shape, self._kernel_name, softcap=softcap)
         dtype = self._kernel.compute_dtype(k.dtype)
         return k.to(dtype), v.to(dtype)
 
@@ -314,6 +335,7 @@ class Core:
     def _gradient(
         self, chunk: Chunk, do: Tensor, q: Tensor, own: KVPair, o: Tensor, lse: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute dq, dk, dv of one chunk, and add its shares to the sums of earlier keys; end backward at chunk 0."""
         kernel = self._kernel
         assert kernel is not None
         do, q, o = (x.to(own[0].dtype) for x in (do, q, o))
@@ -361,20 +383,22 @@ class Core:
 
 
 class _ReplayAttention(torch.autograd.Function):
-    """Attention of one chunk in the backward sweep: forward returns the kept output, backward is the core's."""
+    """Attention of one chunk in the backward sweep.
+
+    Forward returns the output, kept or computed again. Backward is the core's.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, core: Core, chunk: Chunk, scoring: Scoring
     ) -> Tensor:
-        core._softcap = scoring.softcap
         streamed = chunk.index >= core.num_resident
         differentiated = any(ctx.needs_input_grad[:4])
         if chunk is core.chunks[-1]:
             core._begin_backward(differentiated=differentiated)
         if not streamed and not core._kv_complete and not core.needs_kv_recompute(chunk):
-            core._kv.put(chunk, core._to_kernel_dtype(k, v))
-        own = core._to_kernel_dtype(k, v) if streamed else core._kv.view(chunk.start, chunk.stop)
+            core._kv.put(chunk, core._to_kernel_dtype(k, v, scoring.softcap))
+        own = core._to_kernel_dtype(k, v, scoring.softcap) if streamed else core._kv.view(chunk.start, chunk.stop)
         o, lse = core._output(chunk, q, own, scoring, differentiated=differentiated)
         # Resident keys are still in the buffers at this node's backward: saving views of them would hold the buffers.
         ctx.save_for_backward(q, o, lse, *(own if streamed else ()))

@@ -3,7 +3,7 @@
 Streamed chunk by chunk, all earlier keys are fetched again for every chunk of queries: traffic grows with the square of
 the sequence. Here the heads are cut into groups, which attention never mixes, and each group goes through all chunks
 with its keys and values resident: every tensor moves in and out a fixed number of times. In return the layer runs in
-two parts, projections first and the rest later, so that projections are computed twice.
+two parts, projections first and the rest later, so that projections are computed twice in forward, and in backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from trunkline.offload.stores import Stores
 
 @dataclass(frozen=True, slots=True)
 class HeadGroupStores:
-    """Names of the stores of one head group: queries, keys, values, gradients of outputs, outputs, log-sum-exps."""
+    """Names of the stores of one head group: queries, keys, values, gradients of outputs, outputs, log-sum-exps.
+
+    In backward the gradients of queries, keys and values take their places in `q`, `k` and `v`.
+    """
 
     q: str
     k: str
@@ -42,18 +45,19 @@ class HeadGroupStores:
 class HeadGroupsCore:
     """Attention of one layer over the chunks of one forward pass, head group by head group.
 
-    Forward: `project` for every chunk, `attend`, then `kept_output` for every chunk. Backward: `replay` for every
-    chunk, `differentiate`, then `gradients` for every chunk; if outputs were not kept, `project` and `attend` first.
+    Forward: `project` for every chunk, `compute_attention`, then `load_kept_output` and `kept_output` for every chunk.
+    Backward: `load_output` and `replay` for every chunk, `differentiate`, then `gradients` for every chunk; if outputs
+    were not kept, `project` and `compute_attention` first.
 
     Args:
-        chunks: the chunks of the sequence.
+        chunks: this rank's query rows of each chunk, numbered from 0 on this rank.
         kernel: a kernel's name, or `auto`.
         keep_attention: keep outputs and log-sum-exps for the backward.
-        stores: where tensors rest.
+        stores: stores of the step.
         store_names: names of each group's stores.
         inner_names: names of the stores in which one group's keys, values and their gradients are resident.
-        gather: gathers keys and values that ranks hold in parts; None for one rank.
-        row_masks: of each row of the batch, or one for all rows.
+        gather: gathers the parts of keys and values that ranks hold; None where this rank has all of them.
+        row_masks: mask of each row of the batch, or one for all rows.
     """
 
     def __init__(
@@ -88,12 +92,12 @@ class HeadGroupsCore:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def project(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> None:
-        """Store a chunk's queries (B, H, C, D), keys and values (B, K, C, D)."""
+        """Store a chunk's queries (B, H, C, D), keys and values (B, K, C, D) for `compute_attention`."""
         self._scoring = scoring.detached
         self._stash(chunk, ("q", "k", "v"), (q, k, v))
 
-    def attend(self) -> None:
-        """Compute all attention of the layer. Queries, keys and values are dropped."""
+    def compute_attention(self) -> None:
+        """Compute all attention of the layer: store outputs and log-sum-exps, and drop queries, keys and values."""
         ascending = range(len(self.chunks))
         for number, group in enumerate(self._groups):
             core = self._core((group["o"], group["lse"]))
@@ -102,7 +106,10 @@ class HeadGroupsCore:
             core.end_forward()
 
     def load_kept_output(self, chunk: Chunk) -> Tensor:
-        """Load the output (B, H, C, D) that `kept_output` will return, chunks in ascending order."""
+        """Load the output (B, H, C, D) that `kept_output` will return, chunks in ascending order.
+
+        It leaves its store unless attention is kept for the backward.
+        """
         if chunk.index == 0:
             self._read_outputs(range(len(self.chunks)), take=not self.keep_attention)
         self._loaded.append(self._next_output())
@@ -128,7 +135,7 @@ class HeadGroupsCore:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def load_output(self, chunk: Chunk) -> Tensor:
-        """Load the output that `replay` will return, before its queries are there."""
+        """Load the output (B, H, C, D) that `replay` will return, chunks in descending order; its store keeps it."""
         if chunk is self.chunks[-1]:
             self._read_outputs(range(len(self.chunks) - 1, -1, -1), take=False)
         self._loaded.append(self._next_output())
@@ -146,7 +153,7 @@ class HeadGroupsCore:
         """Compute all gradients of the layer's attention, which replace queries, keys and values in their stores.
 
         Returns:
-            False if no gradient is needed.
+            False if no gradient is needed; then all stores of the layer are empty.
         """
         if not any(group["do"].nbytes for group in self._groups):  # nothing before attention is trained
             self.clear()
@@ -168,7 +175,7 @@ class HeadGroupsCore:
         dsinks = []
         core = self._core()
         for chunk, k, v in self._read(group, ("k", "v"), ascending, take=True):
-            core.append_kv(chunk, k, v)
+            core.append_kv(chunk, k, v, self._scoring.softcap)
         for chunk, q, do, o, lse in self._read(group, ("q", "do", "o", "lse"), descending, take=True):
             gradients = core.gradient(chunk, do, q, o, lse, self._scoring.scale)
             sinks = self._scoring.of_heads(self._heads(number, q.shape[1])).sinks
@@ -185,7 +192,12 @@ class HeadGroupsCore:
                 sequence.clear()
 
     def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return dq, dk, dv of a chunk (chunks in descending order), and with chunk 0 the gradient of the sinks."""
+        """Return the gradients of a chunk, and remove them from their stores (chunks in descending order).
+
+        Returns:
+            dq (B, H, C, D), dk and dv (B, K, C, D), and with chunk 0 the gradient of the sinks (H,), summed over
+            chunks; None with other chunks, and without sinks.
+        """
         if chunk is self.chunks[-1]:
             descending = range(len(self.chunks) - 1, -1, -1)
             self._readers = [g[kind].read(descending, take=True) for kind in ("q", "k", "v") for g in self._groups]
@@ -209,7 +221,6 @@ class HeadGroupsCore:
             store_names=self._inner,
             gather=self._gather,
             row_masks=self._row_masks,
-            softcap=self._scoring.softcap,
             drop_passed_kv=False,
             outputs=outputs,
         )
@@ -244,7 +255,7 @@ class HeadGroupsCore:
 
 
 class _DeferGradient(torch.autograd.Function):
-    """Output of a chunk; its backward stores the gradient for later."""
+    """Output of a chunk, loaded before. Backward stores its gradient for `differentiate`, and passes none on."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,7 @@
 """Signature of all attention kernels.
 
-Shapes: q (B, H, C, D), k and v (B, K, T, D) with H a multiple of K; key/value heads are never repeated in memory.
+Shapes: q (B, H, C, D), k and v (B, K, T, D) with H a multiple of K; key/value heads are never repeated in memory. The
+head dim of values, and so of outputs, may differ from that of queries and keys.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Kernel(Protocol):
     bottom_right: bool
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which this kernel takes q, k, v of `dtype`."""
+        """Return the dtype to which q, k, v of `dtype` must be cast before they are given to this kernel."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -36,20 +37,21 @@ class Kernel(Protocol):
             q: queries (B, H, C, D).
             k: keys (B, K, T, D).
             v: values (B, K, T, D).
-            causal: each query sees the keys up to its own position only.
+            causal: each query sees the keys up to its own position only; see `bottom_right` for where positions begin.
             scale: factor of the scores.
 
         Returns:
-            The output (B, H, C, D) and its log-sum-exp (B, H, C), natural logarithm, fp32 (fp64 for fp64).
+            The output (B, H, C, D) in the dtype of `q`, and its log-sum-exp (B, H, C), natural logarithm, fp32 (fp64
+            for fp64).
         """
         ...
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of q, k, v.
+        """Compute the gradients of q, k, v, in their dtype.
 
-        `o` and `lse` are over *all* keys of each query, also those of other calls: the gradients of calls over
-        disjoint keys then add up (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
+        `o` and `lse` are over *all* keys of each query, also those of other calls, and include its sink: the gradients
+        of calls over disjoint keys then add up (FlashAttention-2, arXiv 2307.08691, section 3.1.2).
         """
         ...

@@ -38,7 +38,7 @@ def processor_has(dtype: torch.dtype) -> bool:
 
 
 class CpuFlashKernel(Kernel):
-    """PyTorch's flash attention for CPUs; `causal` is aligned to the top left."""
+    """PyTorch's flash attention for CPUs; `causal` is aligned to the top left, and taken for equal lengths only."""
 
     name = "cpu_flash"
     bottom_right = False
@@ -104,11 +104,11 @@ class CudaFlashKernel(Kernel):
 
 
 class PaddedKernel(Kernel):
-    """A kernel that needs equal head dims of keys and values, with zeros appended to the shorter.
+    """Kernel around one that takes a single head dim: zeros are appended to q, k and v, and cut off its results.
 
     Args:
-        kernel: the kernel.
-        dim: head dim after padding.
+        kernel: the kernel inside.
+        dim: head dim after padding, at least that of keys and that of values.
     """
 
     def __init__(self, kernel: Kernel, dim: int) -> None:
@@ -201,7 +201,10 @@ _DIM_MULTIPLES = {"cpu_flash": 1, "cuda_flash": 8, "math": 0}
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
-    """Return why a kernel (one of `NAMES` but "auto") cannot serve such tensors; None where it can."""
+    """Return why a kernel (one of `NAMES` but "auto") cannot serve such tensors; None where it can.
+
+    Soft caps are not considered; `resolve` does.
+    """
     return _KERNELS[name][1](device, dtype, head_dim, value_dim)
 
 
@@ -233,15 +236,18 @@ def resolve(
     *,
     softcap: float | None = None,
 ) -> Kernel:
-    """Choose the kernel for some tensors.
+    """Choose the kernel for some tensors, and warn where `auto` finds none but `math` on CUDA.
 
     Args:
-        device: of q, k, v.
+        device: of q, k, v. `meta` gives a `MetaKernel`, for any name.
         dtype: of q, k, v.
         head_dim: of queries and keys.
         value_dim: of values.
         name: `auto` for the fastest kernel that can serve them; a kernel's name for that kernel.
-        softcap: soft cap of the scores, which flash attention lacks; None for none.
+        softcap: soft cap of the scores, which only `math` has; None for none.
+
+    Returns:
+        The kernel; it pads head dims itself where it needs equal ones.
 
     Raises:
         ValueError: the kernel of that name cannot serve them.
@@ -304,7 +310,7 @@ def _is_installed(package: str) -> bool:
 
 @contextlib.contextmanager
 def activated(implementation: str | None) -> Iterator[None]:
-    """Activate a flash implementation inside the context; None changes nothing."""
+    """Activate a flash implementation, process-wide, for the duration of a `with`; None changes nothing."""
     if implementation is None:
         yield
         return

@@ -21,8 +21,8 @@ class KeyValueGather(Protocol):
     """All-gather of keys and values along the sequence, and reduce-scatter of their gradients.
 
     Attributes:
-        size: number of ranks.
-        rank: index of this rank.
+        size: number of ranks that the query rows of a chunk, and their keys, are cut over (`cp`).
+        rank: index of this rank among them.
     """
 
     size: int

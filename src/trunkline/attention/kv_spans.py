@@ -34,7 +34,7 @@ _Pending: TypeAlias = "tuple[KVSpan, Pending[KVPair]]"
 
 @dataclass(frozen=True, slots=True)
 class KVSpan:
-    """Keys and values of consecutive tokens.
+    """Keys and values of consecutive tokens: this rank's part of them, or, once gathered, all of them.
 
     Attributes:
         k: keys (B, K, T, D).
@@ -42,8 +42,8 @@ class KVSpan:
         first: position of the first key in the sequence; None where every query row sees every key.
         stop: position after the last key; None for `first` + T. Keys from there on are padding.
         rows: the row of `k` and `v` that each row of the batch reads; None where they are the same.
-        resident: (start, stop) in this rank's resident buffers; None for a streamed chunk.
-        streamed: the chunk, where it is streamed.
+        resident: (start, stop) in this rank's resident buffers; None for a streamed chunk, and in caches.
+        streamed: the chunk, where it is streamed in training; else None.
     """
 
     k: Tensor
@@ -63,12 +63,12 @@ class KVSpan:
 
 
 def max_keys(q: Tensor, count: int, size: int = 1) -> int:
-    """Return the most keys of one kernel call: no tensor of the call reaches 2^31 elements.
+    """Return the most keys that each rank may give to one kernel call: no tensor of the call reaches 2^31 elements.
 
     Args:
         q: queries (B, H, C, D).
         count: tokens of the query chunk; their own keys may come on top.
-        size: ranks whose keys are gathered in the call.
+        size: number of ranks whose keys are gathered for the call.
 
     Raises:
         ValueError: not even one key fits.
@@ -88,11 +88,11 @@ class KVSpans:
     """Spans of each chunk of queries in training, the chunk's own keys last.
 
     Args:
-        chunks: this rank's rows of each chunk.
-        kv: their keys and values.
-        num_resident: chunks, counted from the first, that are in the buffers of `kv`.
+        chunks: this rank's query rows of each chunk, numbered from 0 on this rank.
+        kv: keys and values of the same tokens.
+        num_resident: number of chunks, counted from the first, that are in the buffers of `kv`.
         schedule: which chunks see each other.
-        gather: gathers keys and values that ranks hold in parts; None for one rank.
+        gather: gathers the parts of keys and values that ranks hold; None where this rank has all of them.
     """
 
     def __init__(
@@ -111,22 +111,28 @@ class KVSpans:
         self._gathered = None if gather is None else GatheredSpans(gather)
 
     def streamed_earlier(self, chunk: Chunk) -> range:
-        """Return the earlier streamed chunks that a chunk sees. `kv` must be told to read them in this order."""
+        """Return the indices of the earlier streamed chunks that a chunk sees.
+
+        Before `of_chunk` runs, `KVStore.read_streamed` must be told to read them in this order.
+        """
         earlier = self._schedule.earlier(chunk)
         return range(max(self._num_resident, earlier.start), earlier.stop)
 
     def of_chunk(
         self, chunk: Chunk, q: Tensor, own: KVPair, following: Chunk | None, kernel: Kernel, *, backward: bool = False
     ) -> Iterator[KVSpan]:
-        """Yield the spans of one chunk of queries.
+        """Yield the spans of one chunk of queries: views of buffers, streamed chunks, or gathered from all ranks.
+
+        Use a span before you ask for the next one.
 
         Args:
-            chunk: the chunk.
-            q: its queries (B, H, C, D).
-            own: its keys and values.
-            following: the chunk that this method is called for next; its first span is gathered ahead.
-            kernel: attends to them.
-            backward: for gradients: no span is longer than `SPAN`.
+            chunk: this rank's rows of the chunk.
+            q: its queries (B, H, C, D); only their shape is read.
+            own: its keys and values, in the kernel's dtype; not read where they are resident.
+            following: the chunk that this method is called for next, or None; its first span is gathered ahead, which
+                only happens over ranks.
+            kernel: kernel that will attend to the spans.
+            backward: make spans for gradients: none of earlier keys is longer than `SPAN`.
         """
         if self._gathered is not None:
             last = self._own_span(chunk, own, chunk.start)
@@ -185,13 +191,13 @@ class GatheredSpans:
     def of_chunk(
         self, chunk: Chunk, own: KVSpan, earlier: Callable[[Chunk], Iterator[KVSpan]], following: Chunk | None
     ) -> Iterator[KVSpan]:
-        """Yield the spans of one chunk of queries.
+        """Yield the spans of one chunk of queries, the chunk's own keys last.
 
         Args:
-            chunk: the chunk.
+            chunk: this rank's rows of the chunk.
             own: this rank's part of the chunk's own keys.
             earlier: yields this rank's part of the keys before a chunk.
-            following: the chunk that this method is called for next; its first span is gathered ahead.
+            following: the chunk that this method is called for next, or None; its first span is gathered ahead.
         """
         rest, pending = (earlier(chunk), None) if self._ahead is None else self._ahead
         self._ahead = None  # drop the references: two gathered spans are held at a time, no more
@@ -230,7 +236,10 @@ class GradScatter:
         self._pending: _Pending | None = None
 
     def send(self, span: KVSpan, gradients: KVPair) -> Iterator[tuple[KVSpan, KVPair]]:
-        """Send the gradients of a span; yield those of the span before it, summed, of this rank's keys."""
+        """Send this rank's gradients of a gathered span; yield the span before it, with gradients of this rank's keys.
+
+        These are summed over all ranks.
+        """
         yield from self.rest()
         if span.first is not None:
             gradients = _by_rank(gradients[0], self._gather.size), _by_rank(gradients[1], self._gather.size)

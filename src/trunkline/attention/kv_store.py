@@ -16,16 +16,16 @@ KVPair = tuple[Tensor, Tensor]
 
 
 class KVStore:
-    """Two tensors (B, K, C, D) for each chunk.
+    """Two tensors (B, K, C, D) for each chunk: keys and values, or the sums of their gradients.
 
     The first chunks are *resident*: slices of one buffer on the device, so that many of them are one view. The others
     are *streamed*: a tensor each, in whichever tier its store was placed.
 
     Args:
-        chunks: of the sequence.
+        chunks: this rank's query rows of each chunk, numbered from 0 on this rank.
         num_resident: number of resident chunks, counted from the first.
-        stores: where streamed chunks rest.
-        names: of the two stores.
+        stores: stores of the step. They count the bytes of all chunks, and hold the streamed ones.
+        names: names of the two stores.
         num_slots: most streamed chunks that are held at a time, each in slot `index % num_slots`; None for a slot for
             each chunk.
     """
@@ -49,7 +49,7 @@ class KVStore:
         self._readers: tuple[Reader, ...] = ()
 
     def put(self, chunk: Chunk, pair: KVPair) -> None:
-        """Store the tensors of a chunk."""
+        """Store the tensors of a chunk: copy them into the buffers, or stash them if the chunk is streamed."""
         if chunk.index >= self._num_resident:
             for sequence, x in zip(self._streamed, pair, strict=True):
                 sequence.stash(chunk.index, dense(x))
@@ -62,7 +62,7 @@ class KVStore:
                 buffer[:, :, chunk.start : chunk.stop].copy_(x)
 
     def save_resident(self, chunk: Chunk, pair: KVPair) -> None:
-        """Copy a resident chunk to its tier, so that other layers can use the buffer meanwhile."""
+        """Copy a resident chunk to its tier, so that other layers can use the buffer; do nothing if it is streamed."""
         if chunk.index < self._num_resident:
             for sequence, x in zip(self._streamed, pair, strict=True):
                 sequence.stash(chunk.index, dense(x))
@@ -82,7 +82,7 @@ class KVStore:
             )
 
     def view(self, start: int, stop: int) -> KVPair:
-        """Return views of the buffers, (B, K, stop - start, D)."""
+        """Return views of the buffers, (B, K, stop - start, D), of resident tokens `start … stop - 1` of this rank."""
         a, b = (buffer[:, :, start:stop] for buffer in self._buffers)
         return a, b
 

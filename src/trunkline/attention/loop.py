@@ -42,8 +42,8 @@ class GradSum:
         """Add a part.
 
         Args:
-            part: (B, heads, stop - start, D), or (1, …) of one row of the batch; taken over, and overwritten, where
-                it is the first part and covers all.
+            part: (B, heads, stop - start, D), or (1, …) of one row of the batch. If it is the first part and covers
+                all, it becomes the sum itself: the caller must not use it afterwards.
             row: the row of the batch; None for all.
             start: first token.
             stop: token after the last.
@@ -85,8 +85,8 @@ def attend_spans(
         spans: keys and values, of disjoint tokens.
         kernel: computes each block.
         queries: position ranges of the C query rows.
-        row_masks: of each row of the batch, or one for all rows.
-        scoring: scale of the scores, and sinks.
+        row_masks: mask of each row of the batch, or one for all rows.
+        scoring: scale of the scores, and sinks; the soft cap is the kernel's own.
         by_row: merge each row of the batch by itself; needed where spans have `rows`.
         pack_queries: let query heads (or rows) that share keys become rows of one kernel call, as decoding wants it.
         merge_ranks: merges output and log-sum-exp with those of other ranks, which hold other keys; rows may then see
@@ -142,6 +142,8 @@ def differentiate_spans(
 ) -> Iterator[tuple[KVSpan, KVPair]]:
     """Yield each span with the gradients of its keys and values, fp32 or wider; add those of the queries to `dq`.
 
+    They are the shares of these queries only. Each span is computed when it is asked for.
+
     Args:
         do: gradient of the output (B, H, C, D), in the kernel's dtype.
         q: queries.
@@ -150,7 +152,7 @@ def differentiate_spans(
         spans: as for `attend_spans`, without `rows`.
         kernel: differentiates each block.
         queries: position ranges of the C query rows.
-        row_masks: of each row of the batch, or one for all rows.
+        row_masks: mask of each row of the batch, or one for all rows.
         scale: factor of the scores.
         dq: sum of the gradients of `q`; complete once all spans have been yielded.
     """

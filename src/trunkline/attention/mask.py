@@ -25,8 +25,8 @@ class MaskBlock(NamedTuple):
     """Query rows and keys of one kernel call.
 
     Attributes:
-        rows: (start, stop) among the query rows on this rank.
-        keys: (start, stop), positions in the sequence.
+        rows: (start, stop) among this rank's query rows of a chunk, from 0.
+        keys: (start, stop), positions in the whole sequence.
         shape: `full`: every row sees every key. `lower`: the last row sees all keys, each row before it one less at
             the end (causal). `upper`: the first row sees all keys, each row after it one less at the beginning.
             Triangles have at least as many keys as rows.
@@ -45,7 +45,7 @@ class RowMask:
     """Mask of one row of a batch.
 
     Attributes:
-        starts: positions of the first tokens of documents, rising, the first of them 0.
+        starts: positions of the first tokens of documents (or attention chunks), rising, the first of them 0.
         window: most keys that a token sees, itself included; None for all of its document.
     """
 
@@ -73,8 +73,8 @@ class RowMask:
 
         Args:
             queries: position ranges of the query rows; rows are numbered through these ranges in order.
-            keys: position range of the keys. For each query range, either all keys lie before it, or the range's own
-                keys are the last of them.
+            keys: position range of the keys. For each query range it must lie before the range, lie after it, or begin
+                no later and end no sooner than the range does.
             bottom_right: allow triangles with more keys than rows (causal, aligned to the bottom right).
 
         Returns:
@@ -129,7 +129,8 @@ class RowMask:
         if self.window is None or stop - start <= self.window:
             yield MaskBlock(rows, rows, "lower")
             return
-        # A tile of window - 1: its last token sees exactly the tile itself and none of the tile before's first key.
+        # Tiles of window - 1 tokens. Within its own tile a token sees the keys up to itself: a `lower` triangle. Of the
+        # tile before, the first token sees all keys, each later token one key less: an `upper` triangle.
         tile = max(self.window - 1, 1)
         count = (stop - start) // tile
         tiled = start + count * tile
@@ -168,11 +169,11 @@ class AttentionSpan:
         return seen if self.chunk is None else seen & (kv // self.chunk == q // self.chunk)
 
     def row_masks(self, documents: Sequence[Sequence[int]], seq_len: int) -> tuple[RowMask, ...]:
-        """Build the masks of a batch.
+        """Build the masks of a batch. A window or attention chunk at least as long as a row's documents is left out.
 
         Args:
             documents: for each row, the positions of the first tokens of its documents; one entry may stand for all.
-            seq_len: tokens of a row. A window or chunk that no document fills is left out.
+            seq_len: tokens of a row, on all ranks.
 
         Returns:
             One mask for each entry of `documents`.

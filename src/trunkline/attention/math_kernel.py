@@ -15,7 +15,7 @@ class MathKernel(Kernel):
 
     Args:
         tile: keys in a tile.
-        softcap: scores s become c · tanh(s / c); None leaves them.
+        softcap: c; scaled scores s become c · tanh(s / c). None leaves them.
     """
 
     name = "math"

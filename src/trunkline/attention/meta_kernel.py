@@ -21,8 +21,8 @@ class KernelCall:
     Attributes:
         direction: forward or backward.
         kernel: name of the imitated kernel.
-        dtype: compute dtype.
-        batch: rows of the batch.
+        dtype: dtype of q, k and v in the call.
+        batch: rows of the batch; where a block is cut into tiles, rows times tiles.
         heads: query heads.
         kv_heads: key/value heads.
         queries: query rows of each head.
@@ -58,7 +58,7 @@ class MetaKernel(Kernel):
     """Imitation of another kernel's shapes and dtypes; computes nothing, and reports each call to `watcher`.
 
     Args:
-        like: the imitated kernel; None for flash attention, which computes in the dtype that it is given.
+        like: the imitated kernel; None for CUDA's flash attention, which computes in the dtype that it is given.
     """
 
     name = "meta"

@@ -20,12 +20,13 @@ def merge_(o_BHCD: Tensor, lse_BHC: Tensor, other_BHCD: Tensor, other_lse_BHC: T
 
     Args:
         o_BHCD: output over the first set, fp32 or fp64; overwritten with the merged output.
-        lse_BHC: its log-sum-exp of the scaled scores, natural logarithm, same dtype.
-        other_BHCD: output over the second set; any floating dtype.
-        other_lse_BHC: its log-sum-exp.
+        lse_BHC: its log-sum-exp of the scaled scores, natural logarithm, same dtype. It is finite: every query has a
+            key in the first set.
+        other_BHCD: output over the second set; any floating dtype, finite.
+        other_lse_BHC: its log-sum-exp; -inf for a query without a key in the second set.
 
     Returns:
-        The merged output (`o_BHCD` itself) and the merged log-sum-exp. Every query must have a key in each set.
+        The merged output (`o_BHCD` itself), and the merged log-sum-exp as a new tensor.
     """
     assert o_BHCD.dtype in (torch.float32, torch.float64), "partial attentions are merged in fp32 or wider"
     gap_BHC = other_lse_BHC - lse_BHC
@@ -39,7 +40,7 @@ class OnlineSoftmax:
     Parts are merged in the order in which they are added: floating-point merges in another order give other bits.
 
     Args:
-        num_rows: query rows; each must be in one call at least.
+        num_rows: number of query rows. Each must be in one call at least, unless `result` allows unseen rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -53,8 +54,8 @@ class OnlineSoftmax:
 
         Args:
             rows: (start, stop) of the query rows of the call.
-            o: output (B, H, rows, D); taken over, and overwritten, where it is the first part and of all rows.
-            lse: log-sum-exp (B, H, rows), fp32 or wider.
+            o: output (B, H, rows, D). If it is the first part and of all rows, it is kept, and overwritten by merges.
+            lse: log-sum-exp (B, H, rows), fp32 or wider; kept and overwritten likewise.
         """
         all_rows = [(0, self._num_rows)]
         if self._o is None or self._lse is None:
@@ -86,7 +87,9 @@ class OnlineSoftmax:
         return not self._seen
 
     def result(self, *, allow_unseen: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the output (B, H, rows, D) and log-sum-exp (B, H, rows).
+        """Return the output (B, H, rows, D) and log-sum-exp (B, H, rows, fp32 or wider).
+
+        The output of a single call is in the kernel's dtype, that of a merge in the dtype of the log-sum-exp.
 
         Args:
             allow_unseen: rows may have been in no call, because other ranks hold their keys: their output is 0, and

@@ -13,19 +13,18 @@ class ChunkSchedule:
     """Visibility between the chunks of a sequence, derived from its row masks.
 
     Args:
-        chunks: this rank's rows of each chunk, in their own numbering.
-        row_masks: of each row of the batch, or one for all rows.
-        rank: this rank, among the ranks that the rows of a chunk are cut over.
+        chunks: this rank's query rows of each chunk, numbered from 0 on this rank.
+        row_masks: mask of each row of the batch, or one for all rows.
+        rank: index of this rank among those that the query rows of a chunk are cut over (`cp`).
         size: number of these ranks.
 
     Attributes:
         row_masks: as given.
-        starts: position of the first token of each chunk, over all ranks.
-        first_keys: position of the first key that any token of each chunk sees.
-        is_causal: every token sees all tokens before it.
-        has_window: a window leaves chunks behind that no later chunk sees, so that their keys and values can be
-            dropped.
-        num_live_chunks: most chunks whose keys and values are held at a time.
+        starts: for each chunk, the position of its first token, among the tokens of all ranks.
+        first_keys: for each chunk, the position of the first key that any of its tokens sees in any row of the batch.
+        is_causal: every token of every row sees all tokens before it.
+        has_window: a row has a sliding window, so that keys and values can be dropped after their last use.
+        num_live_chunks: most chunks whose keys and values are held at a time; all of them without a window.
     """
 
     def __init__(self, chunks: Sequence[Chunk], row_masks: Sequence[RowMask], rank: int, size: int) -> None:

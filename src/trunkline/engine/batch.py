@@ -15,7 +15,7 @@ IGNORE = -100  # transformers' label of a token without a target
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Input of one forward.
+    """Input of one forward: the whole sequence, the same on all ranks that share it.
 
     Chunks may extend past the last token, with padding: no token attends to it, and it has no target.
 
@@ -25,8 +25,9 @@ class Batch:
             gave is as long as the sequence.
         targets: token that each position is to predict, or -100: (B, S), or (B, S-1) where the last predicts nothing;
             None for logits only.
-        num_targets: divisor of the sum of token losses, 0-dim.
-        divisor: divisor of the gradients, 0-dim, where it counts the tokens of other batches, too; None for
+        num_targets: divisor of the sum of token losses, 0-dim: the number of targets in this batch, or
+            `num_items_in_batch`. None without targets.
+        divisor: divisor of the gradients, 0-dim, where it also counts the targets of other replicas' batches; None for
             `num_targets`.
         documents: first token of each document of a row, for each row, or once for all rows. Documents never attend to
             each other.
@@ -46,12 +47,12 @@ class Batch:
 
     @property
     def first_row(self) -> Batch:
-        """First row of the batch, without targets."""
+        """First row of the batch, without targets and documents."""
         positions = None if self.position_ids is None else self.position_ids[:1]
         return Batch(self.input_ids_BS[:1], positions)
 
     def ids(self, chunk: Chunk) -> Tensor:
-        """Return the token ids of a chunk, (B, C); padding is 0."""
+        """Return the token ids of this rank's tokens of a chunk, (B, C); padding is 0."""
         ids_BC = _of_chunk(self.input_ids_BS, chunk)
         missing = len(chunk) - ids_BC.shape[1]
         return F.pad(ids_BC, (0, missing)) if missing else ids_BC
@@ -75,7 +76,7 @@ class Batch:
 
     @property
     def last_position(self) -> int:
-        """Highest position id."""
+        """Highest position id in the batch, read from the device if the user gave position ids."""
         return self.seq_len - 1 if self.position_ids is None else int(self.position_ids.max())
 
 

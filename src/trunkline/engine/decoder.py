@@ -22,12 +22,12 @@ class ParameterAccess(Protocol):
 
     @property
     def layer_parameters(self) -> list[list[Parameter]]:
-        """Parameters of each layer, as the model stands now; shards of them, where it is sharded."""
+        """Parameters of each layer, trained or not, as the model stands now; this rank's shards, if it is sharded."""
         ...
 
     @property
     def other_parameters(self) -> list[Parameter]:
-        """Parameters outside the layers: embedding, final norm, unembedding."""
+        """Parameters outside the layers, trained or not: embedding, final norm, unembedding; shards likewise."""
         ...
 
     def begin(self) -> None:
@@ -41,13 +41,16 @@ class ParameterAccess(Protocol):
 
         Args:
             layer: index of the layer.
-            following: layer whose parameters are needed next: they may be gathered meanwhile.
-            again: whether the layer's parameters are needed again, in backward.
+            following: layer whose parameters are needed next, or None: they may be gathered meanwhile.
+            again: whether the layer's parameters are needed again, in backward: they may stay unsharded until then.
         """
         ...
 
     def graph_params(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """Return the tensors that stand for parameters in the autograd graph while they are unsharded."""
+        """Return the leaves that stand for parameters in the autograd graph while they are unsharded, in their order.
+
+        They are the parameters themselves, unless these are sharded.
+        """
         ...
 
     def reduce_grads(self, parameters: Sequence[Parameter], totals: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -55,10 +58,12 @@ class ParameterAccess(Protocol):
 
         Args:
             parameters: parameters of the model.
-            totals: their gradients summed over what this rank has computed, fp32 or wider; None where it has none.
+            totals: gradients of the unsharded parameters, summed over what this rank has computed, fp32 or wider; None
+                where it has none.
 
         Returns:
-            Gradients to add to `.grad`; None where there is none, or not yet (`no_sync`).
+            Gradients to add to `.grad`, sharded as the parameters are; None where there is none, or not yet
+            (`no_sync`).
         """
         ...
 
@@ -74,7 +79,7 @@ class ParameterStore(ParameterAccess, Protocol):
         ...
 
     def suspend_hooks(self) -> None:
-        """Disable the sharding's own hooks, so that sweeps decide when parameters are gathered."""
+        """Disable the sharding's own hooks: sweeps decide when parameters are gathered and gradients reduced."""
         ...
 
     def resume_hooks(self) -> None:
@@ -102,18 +107,29 @@ class Decoder(ParameterAccess, Protocol):
         ...
 
     def embed(self, batch: Batch, chunk: Chunk) -> Tensor:
-        """Return the input of layer 0, (B, C, E)."""
+        """Return the input of layer 0 for a chunk, (B, C, E)."""
         ...
 
     def layer(self, index: int, x_BCE: Tensor, batch: Batch, chunk: Chunk, attend: Attend) -> Tensor:
-        """Run a decoder layer on one chunk, with its attention call handed to `attend`; return its output (B, C, E)."""
+        """Run a decoder layer on one chunk, with its attention call handed to `attend`; return its output (B, C, E).
+
+        Args:
+            index: index of the layer.
+            x_BCE: input of the layer.
+            batch: whole batch; the chunk's positions are taken from it.
+            chunk: this rank's tokens.
+            attend: function that computes attention of all heads of these tokens. The layer calls it once.
+
+        Raises:
+            ValueError: the layer does not call it once, or with arguments that cannot be streamed.
+        """
         ...
 
     def recorded_layers(self, batch: Batch, chunk: Chunk) -> AbstractContextManager[Tensor]:
-        """Record the arguments of all layers for one chunk that then goes through all of them.
+        """Record the arguments of all layers for one chunk, so that `layer` need not record them for each.
 
         Returns:
-            Context manager; it yields the input of layer 0, (B, C, E).
+            Context manager; it yields the input of layer 0, (B, C, E). Within it, run `layer` on this chunk only.
         """
         ...
 
@@ -123,10 +139,10 @@ class Decoder(ParameterAccess, Protocol):
         """Run a layer on one chunk up to its attention call, and nothing that follows.
 
         Returns:
-            Queries (B, H, C, D), keys and values (B, K, C, D), and how scores become weights.
+            Queries (B, H, C, D), keys and values (B, K, C, D) of all heads, and the scoring.
         """
         ...
 
     def head(self, x_BTE: Tensor) -> Tensor:
-        """Return the logits (B, T, V) of final hidden states."""
+        """Return the logits (B, T, V) of final hidden states, from before the final norm."""
         ...

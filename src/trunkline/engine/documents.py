@@ -21,7 +21,8 @@ class Documents(NamedTuple):
     """The documents of a batch.
 
     Attributes:
-        starts: first tokens of documents, for each row, or once where all rows are alike. Padding is a document, too.
+        starts: first tokens of documents, for each row, or once where all rows are alike. In a batch with several
+            documents, a row's padding is a document, too.
         position_ids: (1, S) or (B, S); None for 0 … S-1.
     """
 
@@ -33,9 +34,14 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
     """Read the documents of a batch.
 
     Args:
-        given: arguments of a forward, by name: `position_ids`, in which a document begins at each 0, and `ARGUMENTS`.
+        given: arguments of a forward, by name. Read are `document_ids`, `seq_idx`, `cu_seq_lens_q`, `cu_seq_lens_k`,
+            and `position_ids`, in which a document begins at each 0 if no other argument names the documents.
         ids_BS: token ids.
         lengths_B: tokens of each row that are not padding; None without padding.
+
+    Returns:
+        The documents. Their position ids are as given, or begin at 0 in each document; padding has positions of real
+        tokens. Without any of these arguments a row is one document.
 
     Raises:
         ValueError: an argument is of the wrong shape, or two contradict each other.
@@ -73,7 +79,13 @@ def read(given: dict[str, Any], ids_BS: Tensor, lengths_B: Tensor | None) -> Doc
 
 
 def without_last(targets: Tensor, starts: Sequence[Starts], ignore: int) -> Tensor:
-    """Return targets (B, S-1) with `ignore` at the last token of each document, which predicts nothing."""
+    """Return targets (B, S-1) with `ignore` at the last token of each document, which predicts nothing.
+
+    Args:
+        targets: targets of positions 0 … S-2; they are not changed.
+        starts: first tokens of documents, for each row, or once for all rows.
+        ignore: value of a target that is none.
+    """
     if tuple(starts) == _ONE:
         return targets
     targets = targets.clone()

@@ -33,14 +33,14 @@ def differentiate(
         gradients: gradients of `outputs`.
 
     Returns:
-        Gradients of `wanted`; None where the chunk did not use a leaf.
+        Gradients of `wanted`, in their dtypes; None where the chunk did not use a leaf.
     """
     with torch.autocast(autocast_type(gradients[0].device), enabled=False):
         return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
 def depends_on(output: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Tell whether any of these parameters is in the autograd graph of a tensor."""
+    """Tell whether a tensor's autograd graph reaches any of these leaves (from `ParameterAccess.graph_params`)."""
     searched = {id(parameter) for parameter in parameters}
     seen: set[Any] = set()
     todo = [output.grad_fn]
@@ -56,13 +56,13 @@ def depends_on(output: Tensor, parameters: Sequence[Tensor]) -> bool:
 
 
 class GradientSums:
-    """Running sums of parameter gradients, fp32 or wider."""
+    """Running sums of parameter gradients over this rank's chunks, fp32 or wider."""
 
     def __init__(self) -> None:
         self._sums: dict[Parameter, Tensor] = {}
 
     def add(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add one chunk's gradients; None where the chunk did not use the parameter."""
+        """Add one chunk's gradients, in the order of `parameters`; None where the chunk did not use a parameter."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
@@ -80,9 +80,10 @@ class GradientSums:
             total.mul_(factor)
 
     def deliver(self, parameters: Sequence[Parameter], reduce_grads: ReduceGrads) -> None:
-        """Add the sums of these parameters to their `.grad`, and drop the sums.
+        """Reduce the sums of these parameters over ranks, add them to `.grad`, and drop the sums.
 
-        The gradients go through autograd's own accumulation at the leaf, so that hooks on a parameter run, once.
+        The gradients go through autograd's own accumulation at the leaf, so that hooks on a parameter run, once. A
+        parameter without a sum on this rank takes part in the reduction, too.
 
         Args:
             parameters: parameters whose sums are complete.

@@ -19,8 +19,8 @@ from trunkline.engine.grads import differentiate
 from trunkline.engine.step import StepState
 
 
-def attend(state: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Run the first half of a layer over all chunks, then all its attention; the layer's inputs stay."""
+def compute_attention(state: StepState, layer: int, core: HeadGroupsCore) -> None:
+    """Run the first half of a layer over all chunks, then all its attention; the layer's inputs stay stored."""
     inputs = state.read_inputs(layer)
 
     def project(chunk: Chunk) -> None:
@@ -28,17 +28,21 @@ def attend(state: StepState, layer: int, core: HeadGroupsCore) -> None:
 
     state.ranks.interleave(partial(project, chunk) for chunk in state.chunks)
     inputs.release()
-    core.attend()
+    core.compute_attention()
 
 
 def before_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Recompute the attention outputs that were not kept, for the replay of the second half."""
+    """Recompute attention for the replay of the second half; do nothing if its outputs were kept."""
     if not core.keep_attention:
-        attend(state, layer, core)
+        compute_attention(state, layer, core)
 
 
 def after_backward(state: StepState, layer: int, core: HeadGroupsCore) -> None:
-    """Differentiate attention, then the first half of the layer. Call it after the second half is differentiated."""
+    """Differentiate attention, then the first half of the layer, and drop the layer's inputs.
+
+    Call it after the second half is differentiated: it adds to the gradients in `state.dy` and `state.grad_sums`. It
+    differentiates nothing if nothing before attention is trained.
+    """
     if core.differentiate():
         _first_half(state, layer, core)
     state.inputs[layer].clear()

@@ -31,7 +31,7 @@ AUTO_TOKENS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tokens `start … stop - 1` of the sequence, within one chunk."""
+    """Tokens `start … stop - 1` of the whole sequence, all of them this rank's and within one chunk."""
 
     chunk: Chunk
     start: int
@@ -39,7 +39,7 @@ class Tile:
 
     @property
     def within(self) -> slice:
-        """Rows of the tile among the rows of its chunk."""
+        """Places of the tile's tokens among this rank's tokens of the chunk."""
         before = self.chunk.start
         if self.chunk.gap is not None and self.start >= self.chunk.gap[1]:
             before += self.chunk.gap[1] - self.chunk.gap[0]
@@ -47,7 +47,7 @@ class Tile:
 
 
 def cut_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
-    """Cut chunks into tiles of at most `tile_tokens` tokens of a row."""
+    """Cut this rank's tokens of chunks into tiles of at most `tile_tokens` consecutive tokens of a row."""
     return [
         Tile(chunk, at, min(at + tile_tokens, stop))
         for chunk in chunks
@@ -59,11 +59,11 @@ def cut_tiles(chunks: Sequence[Chunk], tile_tokens: int) -> list[Tile]:
 def tokens_per_tile(
     logits_bytes: int | None, batch_size: int, vocab_size: int, dtype: torch.dtype, *, device: torch.device
 ) -> int:
-    """Return how many tokens of a row a tile has.
+    """Return how many tokens of a row a tile has: at least 1, and in fp16 at most 256 in all rows together.
 
     Args:
         logits_bytes: most bytes of a tile: logits and their gradient in `dtype`, an fp32 (or fp64) copy and its
-            softmax. None chooses by device.
+            softmax. None chooses by device: 64 MiB, on an accelerator at least 1,024 tokens in all rows together.
         batch_size: rows.
         vocab_size: logits of a token.
         dtype: dtype of the logits.
@@ -88,7 +88,7 @@ def tile_loss(
         logits_BTV: logits in the model's dtype.
         targets_BT: token ids; -100 is no target.
         gradient: whether the gradient is wanted.
-        ignored: whether any target may be -100; False saves a pass over the tile.
+        ignored: whether any target may be -100. False saves a pass over the gradient; it is for tiles without -100.
 
     Returns:
         The sum, 0-dim, fp32 (fp64 for fp64 logits); and d sum / d logits in the dtype of the logits, or None.
@@ -111,14 +111,15 @@ def tile_loss(
 
 
 def mean_loss(state: StepState, *, differentiable: bool) -> Tensor:
-    """Compute the mean cross-entropy over the targets of a step, as a node that autograd can go backward from.
+    """Compute the loss of a step: the sum of token losses of all ranks that share the sequence, over `num_targets`.
 
     Args:
         state: step after `sweeps.forward`, with targets.
-        differentiable: whether there may be a backward; then the gradients of the head are computed now.
+        differentiable: whether there may be a backward. If so, the gradients of the head are computed now, and the loss
+            is a node that autograd can go backward from. If not, the step's stores are closed.
 
     Returns:
-        The loss, 0-dim, fp32 (fp64 for an fp64 model).
+        The loss, 0-dim, fp32 (fp64 for an fp64 model), the same on all ranks that share the sequence.
     """
     batch, decoder = state.batch, state.decoder
     assert batch.targets is not None
@@ -142,13 +143,13 @@ def mean_loss(state: StepState, *, differentiable: bool) -> Tensor:
 
 
 def loss_sweep(state: StepState, *, differentiable: bool, divisor: Tensor | None) -> Tensor:
-    """Sum the token losses of this rank, tile by tile; where asked for, with their gradients.
+    """Sum the losses of this rank's tokens, tile by tile; where asked for, with their gradients.
 
     Args:
-        state: step; each chunk of its final hidden state is dropped as soon as it is done. `dy` gets d sum / d hidden,
-            `grad_sums` gets d sum / d parameters.
+        state: step; each chunk of its final hidden state is dropped as soon as it is done. If gradients are wanted,
+            `grad_sums` gets d sum / d parameters, and `dy`, unless it is None, d sum / d hidden.
         differentiable: whether gradients are wanted.
-        divisor: divisor of the gradients, 0-dim; None returns the gradients of the sum.
+        divisor: divisor of the gradients, 0-dim; None for the gradients of the sum.
 
     Returns:
         The sum, 0-dim, fp64. The tiles' own sums are fp32, or fp64 for an fp64 model.
@@ -195,7 +196,7 @@ def loss_sweep(state: StepState, *, differentiable: bool, divisor: Tensor | None
 
 
 def last_logits(state: StepState, count: int) -> Tensor:
-    """Compute the logits (B, count, V) of the last `count` positions."""
+    """Compute the logits (B, count, V) of the last `count` positions, on every rank, and close the step's stores."""
     ends = list(itertools.accumulate(len(chunk) * state.ranks.size for chunk in state.chunks))
     wanted = [i for i, end in enumerate(ends) if end > state.batch.seq_len - count]
     with state.replay.restored(), state.decoder.streamed_attention(), torch.no_grad(), state.stores.close_on_error():
@@ -207,10 +208,11 @@ def last_logits(state: StepState, count: int) -> Tensor:
 
 
 def token_scores(state: StepState) -> Tensor:
-    """Compute the log probability of each target, and whether it is the likeliest token.
+    """Compute the log probability of each target, and whether it is the likeliest token; close the step's stores.
 
     Returns:
-        (2, B, S), fp32: log probabilities, and 1 where the target is the likeliest token; 0 without a target.
+        (2, B, S), fp32, of all ranks' tokens on every rank: log probabilities, and 1 where the target is the likeliest
+        token; 0 without a target.
     """
     batch, decoder, scores = state.batch, state.decoder, []
     tile_tokens = _tokens_per_tile(state, state.inputs[-1].dtype)
@@ -235,7 +237,7 @@ def _score_tile(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def _tokens_per_tile(state: StepState, dtype: torch.dtype) -> int:
-    """Return how many tokens of a row a tile has, for hidden states of a dtype."""
+    """Return how many tokens of a row a tile of this step has, for hidden states of a dtype."""
     ids_BS = state.batch.input_ids_BS
     logits_dtype = state.replay.compute_dtype(dtype)
     return tokens_per_tile(
@@ -261,7 +263,10 @@ def _targets_of(tile: Tile, targets: Tensor) -> Tensor:
 
 
 class _StreamedLoss(torch.autograd.Function):
-    """Autograd node of the loss of a step. Its backward runs the backward sweeps, and frees the step."""
+    """Autograd node of the loss of a step. Its backward runs the sweeps, which fill `.grad`, and frees the step.
+
+    The model's parameters are not its inputs: autograd sees a leaf of its own, `anchor`, which gets no gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, state: StepState) -> Tensor:

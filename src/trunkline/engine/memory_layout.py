@@ -21,6 +21,19 @@ from trunkline.config import StreamConfig
 from trunkline.offload.placement import FitHints, Placement, StoreRequest
 from trunkline.offload.stores import Tiers
 
+# Names of stores. The first word is the kind; a number after it is a layer, a position in a checkpoint group, or one of
+# two that take turns; `.g` is head group g.
+#   input       input of a layer, kept from forward to backward
+#   live        input of a layer that backward computes again (`checkpoint_every`)
+#   pass        input of a layer without a backward
+#   dy          final hidden state; then the gradient of the residual stream at the layer that backward has reached
+#   o, lse      outputs and log-sum-exps of attention
+#   lk, lv      keys and values of the layer that runs now (the live layer)
+#   k, v        keys and values that outlive it; of head groups, those that wait for their group's turn
+#   dk, dv      sums of the gradients of the live layer's (or group's) keys and values
+#   q, do       queries and gradients of outputs, which only head groups store
+#   kg, vg      keys and values of the head group that runs now
+
 # Labels of the kinds of stores, for reports.
 STORE_LABELS = {
     "input": "layer inputs", "live": "layer inputs", "pass": "layer inputs", "dy": "gradients of hidden states",
@@ -30,7 +43,7 @@ STORE_LABELS = {
     "dv": "gradients of keys and values",
 }  # fmt: skip
 
-# Stores of the one group of heads that is resident at a time.
+# Stores of the one head group that runs now. Its outputs are in the stores of `MemoryLayout.head_group_stores`.
 HEAD_GROUP_STORES = CoreStores("kg", "vg", "-", "-")
 
 
@@ -58,8 +71,12 @@ class MemoryLayout:
         return range(self.num_layers if self.first is None else self.first, self.num_layers)
 
     def position(self, layer: int) -> int:
-        """Return the position of a layer in its checkpoint group; the input of position 0 is kept."""
+        """Return the position of a trained layer in its group of `checkpoint_every` layers."""
         return (layer - self.trained.start) % self.config.checkpoint_every
+
+    def keeps_input(self, layer: int) -> bool:
+        """Return True if a layer's input is kept until its backward: of each `checkpoint_every` layers the first's."""
+        return layer in self.trained and self.position(layer) == 0
 
     def input(self, layer: int) -> str:
         """Return the store name of a layer's input; index `num_layers` is the final hidden state."""
@@ -67,10 +84,10 @@ class MemoryLayout:
             return f"pass {layer % 2}"
         if layer == self.num_layers:
             return "dy"  # its chunks leave before their gradients come
-        return f"live {self.position(layer)}" if self.position(layer) else f"input {layer}"
+        return f"input {layer}" if self.keeps_input(layer) else f"live {self.position(layer)}"
 
     def core(self, layer: int) -> CoreStores:
-        """Return the store names of a layer's core."""
+        """Return the store names of a layer's core, for attention of all heads at once."""
         if layer not in self.trained:
             return CoreStores("lk", "lv", "o", "lse")  # the last two are not used
         output = self._output(layer)
@@ -81,11 +98,11 @@ class MemoryLayout:
 
     @property
     def saves(self) -> bool:
-        """Whether keys and values outlive the sweep in which their layer is live."""
+        """Whether keys and values have stores beside the live layer's: kept, or recomputed by `checkpoint_every`."""
         return "kv" in self.config.keep or self.config.checkpoint_every > 1
 
-    def by_groups(self, layer: int) -> list[HeadGroupStores]:
-        """Return the store names of a layer, one entry per head group."""
+    def head_group_stores(self, layer: int) -> list[HeadGroupStores]:
+        """Return the store names of a layer's head groups; all layers share those of q, k, v and do."""
         output = self._output(layer) if layer in self.trained else 0
         return [
             HeadGroupStores(f"q.{g}", f"k.{g}", f"v.{g}", f"do.{g}", f"o.{g} {output}", f"lse.{g} {output}")
@@ -95,8 +112,8 @@ class MemoryLayout:
     def _output(self, layer: int) -> int:
         return layer if "attention" in self.config.keep else self.position(layer)
 
-    def groups(self) -> Iterator[range]:
-        """Yield the groups of layers whose inputs are recomputed together (`checkpoint_every`), last group first."""
+    def layer_groups(self) -> Iterator[range]:
+        """Yield the trained layers in groups of `checkpoint_every`, the last group first; it may be shorter."""
         every = self.config.checkpoint_every
         for start in reversed(range(self.trained.start, self.trained.stop, every)):
             yield range(start, min(start + every, self.num_layers))
@@ -104,12 +121,13 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class BytesPerToken:
-    """Bytes of a token of the sequence, in all rows of a batch.
+    """Bytes of one token on this rank, measured for one row of the batch; `times` makes it all rows.
 
     Attributes:
         hidden: bytes of the residual stream.
-        layers: bytes of q, k, v, do, o, lse, dk, dv, by name, for each layer.
-        num_kv_heads: greatest common divisor of the layers' key/value heads: head groups must divide it.
+        layers: bytes of q, k, v, do, o, lse, dk, dv, by name, for each layer; of this rank's heads.
+        num_kv_heads: greatest common divisor of the layers' key/value heads on this rank. The number of head groups
+            divides it.
     """
 
     hidden: int
@@ -118,7 +136,18 @@ class BytesPerToken:
 
     @staticmethod
     def of_attention(q: Tensor, k: Tensor, v: Tensor, kernel: str, softcap: float | None) -> dict[str, int]:
-        """Return the bytes of a layer's tensors, given the arguments of its attention call for one token."""
+        """Return the bytes of a layer's tensors, given the arguments of its attention call for one token.
+
+        Args:
+            q: queries (B, H, 1, D) of this rank's heads. The bytes are those of all B rows.
+            k: keys (B, K, 1, D).
+            v: values (B, K, 1, D).
+            kernel: a kernel's name, or `auto`; keys and values are stored in its dtype.
+            softcap: soft cap of the scores; None for none.
+
+        Raises:
+            ValueError: the kernel cannot serve such tensors.
+        """
         chosen = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], kernel, softcap=softcap)
         dtype = chosen.compute_dtype(k.dtype)
         wide = torch.promote_types(dtype, torch.float32)
@@ -136,12 +165,12 @@ class BytesPerToken:
         }
 
     def times(self, rows: int) -> BytesPerToken:
-        """Return the bytes for a number of rows."""
+        """Return these bytes times the rows of a batch."""
         layers = [{kind: nbytes * rows for kind, nbytes in layer.items()} for layer in self.layers]
         return BytesPerToken(self.hidden * rows, layers, self.num_kv_heads)
 
     def widest(self, kind: str) -> int:
-        """Return the bytes of a kind of tensor in the layer where it is largest."""
+        """Return the bytes of a kind of tensor, such as `q`, in the layer where it is largest."""
         return max(layer[kind] for layer in self.layers)
 
 
@@ -150,10 +179,11 @@ class StoreRequests:
 
     Args:
         layout: names of the stores.
-        widths: bytes per token of everything.
-        chunks: chunks of the sequence, of each the tokens of this rank.
-        rows: of each chunk the query rows that this rank has in attention.
-        live_chunks: chunks of keys and values that each layer holds at a time: all, or fewer where a window drops some.
+        widths: bytes of one token on this rank, in all rows of the batch.
+        chunks: this rank's tokens of each chunk.
+        rows: this rank's query rows of each chunk, in attention.
+        live_chunks: for each layer, the chunks of keys and values that it holds at a time: all, or fewer where a window
+            drops some.
         prefetch: chunks of one store on the device at a time.
     """
 
@@ -193,7 +223,11 @@ class StoreRequests:
         return StoreRequest(tuple(widths), sizes, group, forward, backward, persistent)
 
     def _live_attention(self) -> list[StoreRequest]:
-        """Return requests for keys, values and their gradients of the live layer, or of the live group of layers."""
+        """Return requests for the live layer's keys and values, and for what a checkpoint group holds in backward.
+
+        In training these are also the gradients of keys and values. Where backward computes them again, they are also
+        the keys and values of each layer of a group, and the outputs and log-sum-exps of its layers but the last.
+        """
         layout, both, widest = self._layout, self._both, self._widths.widest
         live = {"lk": "k", "lv": "v"} | ({"dk": "dk", "dv": "dv"} if layout.trained else {})
         sizes = tuple(tuple(self._live(kind, chunk) for chunk in self._rows) for kind in live.values())
@@ -204,18 +238,21 @@ class StoreRequests:
             saved = sorted({layout.core(layer).k for layer in layout.trained})
             found += [self._request({k: widest("k"), f"v{k[1:]}": widest("v")}, both, both, group="kv") for k in saved]
         if layout.trained and "attention" not in layout.config.keep:
-            again = {layout.core(layer) for group in layout.groups() for layer in group[:-1]}
+            again = {layout.core(layer) for group in layout.layer_groups() for layer in group[:-1]}
             outputs = sorted({(core.o, core.lse) for core in again})
             found += [self._request({o: widest("o"), lse: widest("lse")}, 0, both) for o, lse in outputs]
         return found
 
     def _live(self, kind: str, chunk: Chunk) -> int:
-        """Return the bytes of a chunk's slot, in the layer that needs most; behind a window few chunks have a slot."""
+        """Return the bytes of a chunk's slot in the layer that needs most; 0 if no layer has so many slots."""
         layers = zip(self._widths.layers, self._live_chunks, strict=True)
         return len(chunk) * max((widths[kind] for widths, count in layers if chunk.index < count), default=0)
 
     def _live_groups(self) -> list[StoreRequest]:
-        """Return the same requests for head groups: one group at a time has its keys and values resident."""
+        """Return requests for head groups: keys and values of the group that runs, and the tensors of all groups.
+
+        Outputs and log-sum-exps are among them only where they are not kept; `_kept` requests the others.
+        """
         layout, both = self._layout, self._both
         share = {kind: self._widths.widest(kind) // layout.head_groups for kind in self._widths.layers[0]}
         inner = {"kg": share["k"], "vg": share["v"]}
@@ -230,12 +267,12 @@ class StoreRequests:
             (names.o, names.lse)
             for layer in range(layout.num_layers)
             if "attention" not in layout.config.keep or layer not in layout.trained
-            for names in layout.by_groups(layer)
+            for names in layout.head_group_stores(layer)
         }
         return found + [self._request({o: share["o"], lse: share["lse"]}, both, both) for o, lse in sorted(live)]
 
     def _live_hidden(self) -> list[StoreRequest]:
-        """Return requests for layer inputs without a backward, and for recomputed inputs of a checkpoint group."""
+        """Return requests for inputs of layers without a backward, and for recomputed inputs of a checkpoint group."""
         layout, hidden, both = self._layout, self._widths.hidden, self._both
         positions = sorted({layout.position(layer) for layer in layout.trained})
         found = [self._request({f"live {position}": hidden}, both, both, hidden=True) for position in positions[1:]]
@@ -244,7 +281,7 @@ class StoreRequests:
         return found
 
     def _kept(self) -> list[StoreRequest]:
-        """Return requests for the activations kept between forward and backward."""
+        """Return requests for the activations kept between forward and backward; none without a trained layer."""
         layout, widths, both, keep = self._layout, self._widths, self._both, self._layout.config.keep
         if not layout.trained:
             return []
@@ -255,11 +292,12 @@ class StoreRequests:
                 kv = {core.k: width["k"], core.v: width["v"]}
                 found.append(self._request(kv, both, both, group="kv", persistent=True))
             if "attention" in keep:
-                outputs = [(core.o, core.lse)] if count == 1 else [(n.o, n.lse) for n in layout.by_groups(layer)]
+                groups = layout.head_group_stores(layer)
+                outputs = [(core.o, core.lse)] if count == 1 else [(names.o, names.lse) for names in groups]
                 for o, lse in outputs:
                     parts = {o: width["o"] // count, lse: width["lse"] // count}
                     found.append(self._request(parts, both, self._reading, persistent=True))
-            if layout.position(layer) == 0:
+            if layout.keeps_input(layer):
                 twice = not layout.saves and count == 1 and self._live_chunks[layer] < len(self._rows)
                 readers = (
                     2 * self._reading if twice else both
@@ -271,7 +309,13 @@ class StoreRequests:
 
 
 def advice_on(config: StreamConfig, tiers: Tiers, chunk_size: int) -> FitHints:
-    """Return the advice that messages about a placement give for these settings."""
+    """Return the settings to change that an error about a placement names.
+
+    Args:
+        config: settings of the step.
+        tiers: budgets of the model.
+        chunk_size: tokens of a chunk on all ranks together.
+    """
     added = config.host_budget is not None and tiers.budgets["host"].budget is None  # on a CPU, where both add up
     device = ["device_budget"] if config.device_budget is not None else []
     smaller = [f"chunk_size below {chunk_size:,}", "checkpoint_every=1" if config.checkpoint_every > 1 else "",
@@ -294,22 +338,25 @@ def choose_placement(
     live_chunks: Sequence[int],
     chunk_size: int,
 ) -> tuple[MemoryLayout, Placement]:
-    """Place the stores of a step, by the first attention strategy that fits or the one that is set.
+    """Choose the attention strategy of a step, and place its stores.
+
+    `auto` takes the first that fits: resident, then the fewest head groups, then streamed. Resident means that keys,
+    values and their gradients of the live layer (or head group) rest on the device for all chunks.
 
     Args:
         layout: layout with all heads at once.
-        widths: bytes per token of everything.
-        chunks: chunks of the sequence, of each the tokens of this rank.
-        rows: of each chunk the query rows that this rank has in attention.
+        widths: bytes of one token on this rank, in all rows of the batch.
+        chunks: this rank's tokens of each chunk.
+        rows: this rank's query rows of each chunk, in attention.
         tiers: budgets of the model.
-        live_chunks: chunks of keys and values that each layer holds at a time.
+        live_chunks: for each layer, the chunks of keys and values that it holds at a time.
         chunk_size: tokens of a chunk on all ranks together.
 
     Returns:
         Layout with its number of head groups, and the placement.
 
     Raises:
-        ValueError: no strategy fits, or not the one that is set.
+        ValueError: the stores do not fit, or not with the `attn_strategy` that is set.
     """
     strategy, advice = layout.config.attn_strategy, advice_on(layout.config, tiers, chunk_size)
 

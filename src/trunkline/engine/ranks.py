@@ -26,7 +26,7 @@ class Agreement:
     """Values that all ranks of a replica use in one forward.
 
     Attributes:
-        seed: base seed of the random states.
+        seed: base seed of the random states, the same on all ranks that share a sequence.
         num_targets: number of target tokens in the batches of all replicas, 0-dim, at least 1; None with one replica.
     """
 
@@ -41,8 +41,8 @@ class Ranks:
     in `trunkline.distributed` divide tokens and exchange.
 
     Attributes:
-        size: number of ranks that the tokens of a chunk are divided over.
-        chunk_multiple: number of tokens of which the length of every chunk is a multiple.
+        size: number of ranks that the tokens of a chunk are divided over: `cp` times `sp`, or 1 in decoding.
+        chunk_multiple: number of tokens of which the length of every chunk, on all ranks together, is a multiple.
         seed_offset: number that differs between ranks with different tokens, and is equal on ranks with the same (tp).
         name: mesh coordinate, such as `sp1of4`; empty without a mesh.
         kv_gather: gather of keys and values over `cp`; None if query rows are not divided.
@@ -62,11 +62,14 @@ class Ranks:
         return self
 
     def local_tokens(self, chunk: Chunk) -> Chunk:
-        """Return the tokens of a chunk that this rank computes outside attention."""
+        """Return the tokens of a chunk of the whole sequence that this rank computes outside attention."""
         return chunk
 
     def query_rows(self, chunk: Chunk) -> Chunk:
-        """Return the query rows of a chunk that this rank computes in attention, numbered from 0 on this rank."""
+        """Return the query rows of a chunk that this rank computes in attention.
+
+        They are numbered through all chunks, from 0, without the rows of other ranks.
+        """
         return chunk
 
     def agree(self, read: Callable[[], tuple[Batch, str]], seed: int) -> tuple[Batch, Agreement]:
@@ -100,11 +103,14 @@ class Ranks:
         """
 
     def guard(self) -> contextlib.AbstractContextManager[None]:
-        """Run a sweep in this context: an error on one rank stops all ranks, with its reason."""
+        """Run a sweep in this context: an error on one rank stops all others, with its reason."""
         return contextlib.nullcontext()
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Exchange q, k or v (B, heads, local tokens, D) for (B, local heads, rows, D); differentiable."""
+        """Exchange q, k or v (B, heads, this rank's tokens, D) for (B, this rank's heads, query rows, D).
+
+        Differentiable. Heads fewer than ranks are repeated.
+        """
         return tensors
 
     def start_to_tokens(self, o: Tensor) -> Pending[tuple[Tensor, ...]] | None:
@@ -112,7 +118,9 @@ class Ranks:
         return None
 
     def to_tokens(self, o: Tensor, pending: Pending[tuple[Tensor, ...]] | None = None) -> Tensor:
-        """Exchange an output (B, local heads, rows, D) for (B, heads, local tokens, D); differentiable.
+        """Exchange an output (B, this rank's heads, query rows, D) for (B, heads, this rank's tokens, D).
+
+        Differentiable.
 
         Args:
             o: the output; its values are not read if `pending` is given.
@@ -121,32 +129,37 @@ class Ranks:
         return o
 
     def interleave(self, calls: Iterable[Callable[[], None]]) -> None:
-        """Run calls in order; while one waits for an exchange, the next one runs."""
+        """Run calls in order. Over ranks, while one waits for an exchange, the next one runs."""
         for call in calls:
             call()
 
     def pipeline(self, calls: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """Yield the results of calls in order; exchanges in the backward of one result let the next call run."""
+        """Yield the results of calls in order. Over ranks, exchanges in one result's backward let the next call run."""
         return (call() for call in calls)
 
     def local_heads(self, x: Tensor) -> Tensor:
-        """Return (B, local heads, T, D) of (B, heads, T, D). The engine reads its shape alone."""
+        """Return a tensor of the shape (B, this rank's heads, T, D), given (B, heads, T, D).
+
+        Only its shape and dtype mean anything: it need not hold this rank's heads.
+        """
         return x
 
     def head_range(self, num_heads: int) -> slice:
-        """Return the query heads of this rank in attention, out of `num_heads`."""
+        """Return the slice of the query heads that this rank has in attention, out of `num_heads`."""
         return slice(0, num_heads)
 
     def gather_tokens(self, x_BCE: Tensor) -> Tensor:
-        """Return all tokens of a chunk (B, size * C, E), in order, from the local tokens of every rank."""
+        """Return all tokens of a chunk (B, size * C, E), in order, from every rank's tokens (B, C, E)."""
         return x_BCE
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks; `x` is unchanged."""
+        """Return the sum over the ranks that share the sequence; `x` is unchanged."""
         return x
 
     def merge_attention(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge attention over the keys of each rank into attention over all keys.
+        """Merge attention over the keys of each rank into attention over all keys, in decoding.
+
+        In training nothing is merged: keys are gathered.
 
         Args:
             o: output over this rank's keys, (B, H, T, D).

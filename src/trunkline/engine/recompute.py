@@ -18,9 +18,12 @@ from trunkline.offload.chunked_sequence import ChunkedSequence
 def kv_before_replay(state: StepState, layer: int, core: Core | HeadGroupsCore) -> Iterator[None]:
     """Put the keys and values of a layer where its backward sweep reads them: kept ones, or recomputed ones.
 
+    Do nothing for head groups, which read theirs from their own stores.
+
     Returns:
-        Iterator that the sweep advances once before it replays each chunk, descending. Without a window all keys and
-        values are there beforehand, and it does nothing.
+        Iterator that the sweep advances once before it replays each chunk, descending. With a window, this recomputes
+        the keys and values that the replay needs; without, all of them are there when this function returns, and the
+        iterator does nothing.
     """
     if isinstance(core, HeadGroupsCore) or core.restore_kv():
         return itertools.repeat(None)
@@ -58,8 +61,13 @@ def _kv_just_in_time(state: StepState, layer: int, core: Core, chunks: list[Chun
 def inputs_of_group(state: StepState, group: range) -> None:
     """Recompute the inputs of a group of layers, of which only the first is kept (`checkpoint_every`).
 
-    Where attention was kept no attention is computed: the kept output takes its place. Where it was not, these are
-    forward sweeps, and what they compute is kept until the group's backward is done.
+    Do nothing for a group of one layer. Where attention was kept no attention is computed: the kept output takes its
+    place. Where it was not, these are forward sweeps. Either way the inputs, keys and values, outputs and log-sum-exps
+    stay until their layer's backward is done.
+
+    Args:
+        state: step in its backward.
+        group: layers of the group, from `MemoryLayout.layer_groups`; all but the last are run.
     """
     for layer in group[:-1]:
         with state.decoder.unsharded(layer, following=layer + 1, again=True):
@@ -68,20 +76,20 @@ def inputs_of_group(state: StepState, group: range) -> None:
 
 
 def _outputs_of_layer(state: StepState, layer: int, group: range) -> ChunkedSequence:
-    """Replay a layer without gradients; its core keeps everything that its backward sweep needs."""
+    """Replay a layer without gradients, and return its outputs; its core keeps all that its backward sweep needs."""
     core = state.cores[layer]
     assert core is not None
     if isinstance(core, Core) and not core.keep_attention:
         core.restore_kv()
-        attend: CoreCall = core.forward
+        core_call: CoreCall = core.forward
         load_output = None
     else:
         if isinstance(core, HeadGroupsCore) and not core.keep_attention:
-            head_group_sweeps.attend(state, layer, core)
-        attend, load_output = core.kept_output, core.load_kept_output
+            head_group_sweeps.compute_attention(state, layer, core)
+        core_call, load_output = core.kept_output, core.load_kept_output
     core.keep_for_backward()
     inputs, outputs = state.read_inputs(layer), state.sequence(state.layout.input(layer + 1))
-    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, attend, load_output, backward_of=group[-1]))
+    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, core_call, load_output, backward_of=group[-1]))
     inputs.release()
     core.end_forward()
     return outputs

@@ -34,9 +34,9 @@ class ReplayContext:
     """Random state, autocast and kernel choice of one forward pass, recorded when it begins.
 
     Args:
-        module: model that is run.
+        module: model that is run; its training flag is recorded.
         device: device that it runs on.
-        seed: seed of all its random states, from `draw_seed`.
+        seed: seed of all its random states, from `draw_seed`; the same on all ranks that share the sequence.
         seed_offset: number that makes the random states of this rank differ from other ranks'.
     """
 
@@ -69,7 +69,7 @@ class ReplayContext:
             yield
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which matrix products of tensors of `dtype` are computed."""
+        """Return the dtype of matrix products of tensors of `dtype`, under the recorded autocast."""
         return self._autocast_dtype if self._autocast and dtype != torch.float64 else dtype
 
     def seed(self, stage: int, chunk: int, half: int = 0) -> None:

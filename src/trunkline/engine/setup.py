@@ -33,23 +33,24 @@ def begin_step(
     ranks: Ranks,
     attention_spans: Sequence[AttentionSpan],
 ) -> tuple[StepState, bool]:
-    """Prepare a forward pass: cut the sequence into chunks, and place the kept activations in tiers.
+    """Prepare a forward pass: cut the sequence into chunks, and with a `device_budget` place all stores in tiers.
 
     Args:
         decoder: model whose parameters outside the layers are unsharded.
         config: settings.
-        batch: input of the forward.
+        batch: input of the forward: the whole sequence, the same on all ranks that share it.
         replay: random state, autocast and kernel choice of the forward.
         tiers: budgets of the model.
         ranks: ranks that share the sequence.
-        attention_spans: how far back each layer attends.
+        attention_spans: for each layer, how far back it attends.
 
     Returns:
         State of the step, and whether it can be differentiated: gradients are on, there are targets, and something is
         trained.
 
     Raises:
-        ValueError: the kept activations do not fit in the budgets.
+        ValueError: the stores do not fit in the budgets, or ranks that share the sequence place them differently.
+        TierError: the disk has no room, or host memory cannot be pinned.
     """
     device = batch.input_ids_BS.device
     layer_parameters = [[p for p in layer if p.requires_grad] for layer in decoder.layer_parameters]
@@ -81,7 +82,7 @@ def begin_step(
 
 
 def _place_stores(state: StepState, *, differentiable: bool) -> None:
-    """Choose head groups and the tier of every chunk, from the measured bytes of one token."""
+    """Choose head groups and the tier of every chunk, from the measured bytes of one token; or take a fixed choice."""
     tiers = state.stores.tiers
     x_BCE = probe_token(state, differentiable=differentiable)
     if tiers.fixed_placement is not None:
@@ -107,7 +108,7 @@ def _place_stores(state: StepState, *, differentiable: bool) -> None:
 
 
 def probe_token(state: StepState, *, differentiable: bool) -> Tensor:
-    """Return the input of layer 0 for one token (1, 1, E); if differentiable, set `state.lowest_layer`."""
+    """Return the input of layer 0 for the first token (1, 1, E); if differentiable, set `state.lowest_layer`."""
     with torch.set_grad_enabled(differentiable):
         x_BCE = state.decoder.embed(state.batch.first_row, _TOKEN)
     if differentiable:
@@ -116,11 +117,11 @@ def probe_token(state: StepState, *, differentiable: bool) -> Tensor:
 
 
 def measure_token(state: StepState, x_BCE: Tensor) -> BytesPerToken:
-    """Return the bytes of one token's activations, in one row of the batch.
+    """Return the bytes of one token's activations on this rank, in one row of the batch.
 
     Args:
         state: step.
-        x_BCE: input of layer 0 for one token; it is run through every layer, with attention that returns zeros.
+        x_BCE: input of layer 0 for one token; every layer is run on it, with attention that returns zeros.
     """
     hidden, layers, num_kv_heads = x_BCE.nbytes, [], 0
     for layer in range(state.decoder.num_layers):

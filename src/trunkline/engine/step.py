@@ -25,7 +25,9 @@ from trunkline.engine.replay import ReplayContext
 from trunkline.offload.chunked_sequence import ChunkedSequence, Reader
 from trunkline.offload.stores import Stores
 
-CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]  # query rows, q, k, v, scoring -> output
+# Method of a core: query rows, q, k, v, scoring -> output. `core_call` names the core's method; `attend` the function
+# that a layer calls, which wraps it.
+CoreCall = Callable[[Chunk, Tensor, Tensor, Tensor, Scoring], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,22 +37,23 @@ class StepState:
     Attributes:
         decoder: the model in pieces.
         config: settings.
-        batch: token ids, positions, targets, documents.
+        batch: token ids, positions, targets, documents, of the whole sequence on every rank.
         replay: random state, autocast and kernel choice of the forward, for its replay in backward.
         ranks: ranks that share the sequence.
-        chunks: chunks of the sequence, of each the tokens that this rank computes.
-        rows: of each chunk the query rows that this rank has in attention, numbered from 0 over all chunks.
+        chunks: for each chunk of the sequence, the tokens that this rank computes outside attention.
+        rows: for each chunk, the query rows that this rank computes in attention, numbered from 0 on this rank.
         attention_spans: how far back each layer attends.
         stores: budgets and places of everything that is kept.
         layer_parameters: trained parameters of each layer, as the model stood at the forward.
         other_parameters: trained parameters outside the layers.
         versions: tensors that the replay reads again, each with its version counter at the forward.
-        inputs: input of each layer; behind the last layer the final hidden state.
+        inputs: this rank's input of each layer; behind the last layer the final hidden state, until the loss takes it.
         cores: attention of each layer that has a backward; None for the others, and once the backward is done.
-        row_masks: visible keys of each row of the batch, for each kind of attention span.
-        grad_sums: sums of parameter gradients over chunks.
-        dy: gradient of the residual stream at the layer that backward has reached.
-        lowest_layer: lowest layer that backward must reach; -1 is the embedding, None only the head.
+        row_masks: visible keys of each row of the batch, by attention span; filled when a layer first asks.
+        grad_sums: sums over this rank's chunks of parameter gradients.
+        dy: gradient of the residual stream at the layer that backward has reached; None before the loss, and where no
+            layer has a backward.
+        lowest_layer: lowest layer that backward must reach; -1 is the embedding, None only the head (or no backward).
         head_groups: groups of heads that attention is computed in, one after another; 1 is all heads at once.
         divisor: divisor of the loss that backward still has to apply; None where the head has applied it.
     """
@@ -78,7 +81,7 @@ class StepState:
 
     @property
     def layout(self) -> MemoryLayout:
-        """Names of the stores of this step."""
+        """Names of the stores of this step, as far as it knows its lowest trained layer."""
         first = None if self.lowest_layer is None else max(self.lowest_layer, 0)
         return MemoryLayout(self.config, self.decoder.num_layers, first, self.head_groups)
 
@@ -101,18 +104,23 @@ class StepState:
         return self.inputs[layer].read(self.ascending, take=take)
 
     def row_masks_of(self, layer: int) -> tuple[RowMask, ...]:
-        """Return which keys the tokens of each row of the batch see in a layer; one mask where all rows are alike."""
+        """Return the mask of each row of the batch in a layer; one mask where all rows have the same documents."""
         span = self.attention_spans[layer]
         if span not in self.row_masks:
             self.row_masks[span] = span.row_masks(self.batch.documents, self.batch.seq_len)
         return self.row_masks[span]
 
     def num_live_chunks(self, layer: int) -> int:
-        """Return how many chunks of keys and values a layer holds at a time while it is computed."""
+        """Return how many chunks of keys and values a layer holds at a time: all, or fewer with a sliding window."""
         return schedule_of(self.rows, self.row_masks_of(layer), self.ranks.kv_gather).num_live_chunks
 
     def new_core(self, layer: int, *, keep: frozenset[str]) -> Core | HeadGroupsCore:
-        """Create the attention core of a layer; `keep` names activations kept for backward, as in `StreamConfig`."""
+        """Create the attention core of a layer.
+
+        Args:
+            layer: index of the layer.
+            keep: activations to keep for backward, as in `StreamConfig.keep`; head groups cannot keep `kv`.
+        """
         layout = self.layout
         if self.head_groups > 1:
             return HeadGroupsCore(
@@ -120,7 +128,7 @@ class StepState:
                 kernel=self.config.attn_kernel,
                 keep_attention="attention" in keep,
                 stores=self.stores,
-                store_names=layout.by_groups(layer),
+                store_names=layout.head_group_stores(layer),
                 inner_names=HEAD_GROUP_STORES,
                 gather=self.ranks.kv_gather,
                 row_masks=self.row_masks_of(layer),
@@ -136,22 +144,25 @@ class StepState:
             row_masks=self.row_masks_of(layer),
         )
 
-    def attention(
+    def begin_layer(
         self, layer: int, chunk: Chunk, core_call: CoreCall, load_output: Callable[[Chunk], Tensor | None] | None = None
     ) -> Attend:
-        """Begin a layer on one chunk: seed its random state, and return the attention function that it shall call.
+        """Begin a layer on one chunk: seed its random state, and return the attention function that it must call.
 
-        Between ranks, the returned function trades tokens for heads before the core, and heads for tokens after it.
+        That function exchanges this rank's tokens (all heads) for this rank's heads (all query rows) before the core's
+        call, and back after it. Then it seeds the second half of the layer.
 
         Args:
             layer: index of the layer.
             chunk: tokens that this rank computes.
             core_call: method of the layer's core that computes attention, or returns the kept output.
-            load_output: loads the output where the core knows it before the call; it is then sent early, so that the
-                exchange between ranks overlaps with the first half of the layer.
+            load_output: method that loads the chunk's output before `core_call` returns it; it may return None. The
+                output is sent at once, so that the exchange between ranks overlaps with the first half of the layer.
+                None where `core_call` computes the output.
 
         Returns:
-            Function of q (B, H, C, D), k and v (B, K, C, D) and the scoring; it returns the output (B, H, C, D).
+            Function of q (B, H, C, D), k and v (B, K, C, D) and the scoring, of all heads; it returns the output
+            (B, H, C, D). Call it once.
         """
         rows, ranks = self.rows[chunk.index], self.ranks
         output = None if load_output is None else load_output(rows)
@@ -184,10 +195,10 @@ class StepState:
 
         Args:
             layer: index of the layer.
-            inputs: reads the layer's inputs.
-            outputs: receives the layer's outputs.
-            core_call: see `attention`.
-            load_output: see `attention`.
+            inputs: reader of the layer's inputs.
+            outputs: sequence that receives the layer's outputs.
+            core_call: see `begin_layer`.
+            load_output: see `begin_layer`.
             backward_of: layer whose backward needs these outputs, for the progress function; None in forward.
         """
         count = len(self.chunks)
@@ -198,26 +209,35 @@ class StepState:
             else:
                 self.report("backward", backward_of, count - 1, count)  # no chunk of that backward is done yet
             x_BCE = inputs.next()
-            attention = self.attention(layer, chunk, core_call, load_output)
-            outputs.stash(chunk.index, self.decoder.layer(layer, x_BCE, self.batch, chunk, attention))
+            attend = self.begin_layer(layer, chunk, core_call, load_output)
+            outputs.stash(chunk.index, self.decoder.layer(layer, x_BCE, self.batch, chunk, attend))
 
         return (partial(run_chunk, chunk) for chunk in self.chunks)
 
     def project_qkv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """Run a layer on one chunk up to its attention call, and return the arguments of that call."""
+        """Run a layer on one chunk up to its attention call, and return the arguments of the core's call.
+
+        Returns:
+            q (B, H, C, D), k and v (B, K, C, D) and the scoring, of this rank's query rows and heads.
+        """
         self.replay.seed(layer, chunk.index)
         *qkv, scoring = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
         scoring = scoring.of_heads(self.ranks.head_range(qkv[0].shape[1]))
         q, k, v = self.ranks.to_heads(*qkv)
         return q, k, v, scoring
 
-    def project_kv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, ...]:
-        """Run a layer on one chunk up to its attention call, and return keys and values (B, K, C, D)."""
+    def project_kv(self, layer: int, x_BCE: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, float | None]:
+        """Run a layer on one chunk up to its attention call, and return the arguments of `Core.append_kv`.
+
+        Returns:
+            k and v (B, K, C, D), of this rank's query rows and heads, and the soft cap.
+        """
         self.replay.seed(layer, chunk.index)
-        _, k, v, _ = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
-        return self.ranks.to_heads(k, v)
+        _, k, v, scoring = self.decoder.project_qkv(layer, x_BCE, self.batch, chunk)
+        k, v = self.ranks.to_heads(k, v)
+        return k, v, scoring.softcap
 
     def report(self, part: Literal["embed", "forward", "head", "backward"], layer: int, chunk: int, total: int) -> None:
-        """Tell the user's progress function which chunk comes next."""
+        """Tell the user's progress function, if there is one, which chunk comes next; arguments as in `Progress`."""
         if self.config.progress is not None:
             self.config.progress(Progress(part, layer, self.decoder.num_layers, chunk, total))

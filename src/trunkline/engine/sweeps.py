@@ -24,20 +24,27 @@ def forward_sweep(state: StepState, layer: int, *, keep_for_backward: bool) -> N
     """Run one layer over all chunks, ascending.
 
     Invariant: when chunk i is run, the core holds keys and values of chunks 0 … i-1, or with a window of the chunks
-    among them that it sees; the layer itself appends those of chunk i.
+    among them that it sees. The layer's attention call appends those of chunk i. (Head groups differ: see
+    `head_group_sweeps`.)
+
+    Args:
+        state: step; its `inputs` get the layer's output, and its `cores` the layer's core.
+        layer: index of the layer.
+        keep_for_backward: whether the layer has a backward: keep its core with the activations of `StreamConfig.keep`,
+            and its input if it is the first of `checkpoint_every` layers. Otherwise nothing of the layer is kept.
     """
     layout = state.layout
     core = state.new_core(layer, keep=frozenset(state.config.keep) if keep_for_backward else frozenset())
     if isinstance(core, HeadGroupsCore):
         # All attention comes first, group of heads by group of heads; the sweep below runs the rest of the layer.
-        head_group_sweeps.attend(state, layer, core)
-    attend: CoreCall = core.forward if isinstance(core, Core) else core.kept_output
+        head_group_sweeps.compute_attention(state, layer, core)
+    core_call: CoreCall = core.forward if isinstance(core, Core) else core.kept_output
     load_output = None if isinstance(core, Core) else core.load_kept_output
     # Inputs that backward recomputes (checkpoint_every), or never reads, are freed as the sweep passes them.
-    inputs = state.read_inputs(layer, take=not (keep_for_backward and layout.position(layer) == 0))
+    inputs = state.read_inputs(layer, take=not layout.keeps_input(layer))
     outputs = state.sequence(layout.input(layer + 1))
     # Over ranks, a chunk that waits in an exchange lets the next one compute: always in the same order on all ranks.
-    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, attend, load_output))
+    state.ranks.interleave(state.chunk_runs(layer, inputs, outputs, core_call, load_output))
     inputs.release()
     core.end_forward()
     state.cores.append(core if keep_for_backward else None)
@@ -48,12 +55,15 @@ def backward_sweep(state: StepState, layer: int, factor: Tensor | None) -> None:
     """Replay one layer and differentiate it, chunk by chunk, descending.
 
     Invariant: when chunk i is reached, every later chunk has added its share to the sums of dk_i and dv_i. So one
-    autograd pass of chunk i, through the layer's own code, has complete gradients of its input and of the parameters.
+    autograd pass of chunk i, through the layer's own code, returns the complete gradient of its input, and the chunk's
+    share of the parameters' gradients.
 
     Args:
-        state: step; its `dy` holds the gradient of the layer's output, and afterwards that of its input.
-        layer: index of the layer.
-        factor: d objective / d loss over the number of targets, 0-dim, applied to dy; None where it is applied.
+        state: step. Its `dy` holds the gradient of the layer's output, and afterwards that of its input, or nothing if
+            no lower layer or embedding is trained. Its `grad_sums` get the gradients of the layer's parameters.
+        layer: index of the layer. Its input and core are dropped.
+        factor: factor of `dy`, 0-dim: d objective / d loss, over the number of targets. None where `dy` has it already,
+            in all layers but the last.
     """
     core, dy = state.cores[layer], state.dy
     assert core is not None
@@ -76,8 +86,8 @@ def backward_sweep(state: StepState, layer: int, factor: Tensor | None) -> None:
         if in_window:  # `kv_ready` has read it by now, too
             state.inputs[layer].drop(i)
         with torch.enable_grad():
-            attention = state.attention(layer, state.chunks[i], core.replay, core.load_output)
-            return x_BCE, state.decoder.layer(layer, x_BCE, state.batch, state.chunks[i], attention)
+            attend = state.begin_layer(layer, state.chunks[i], core.replay, core.load_output)
+            return x_BCE, state.decoder.layer(layer, x_BCE, state.batch, state.chunks[i], attend)
 
     # Over ranks, the next chunk's replay goes on while this chunk's gradients wait in an exchange.
     replays = state.ranks.pipeline(partial(replay, i) for i in state.descending)
@@ -100,7 +110,7 @@ def backward_sweep(state: StepState, layer: int, factor: Tensor | None) -> None:
 
 
 def embed_forward(state: StepState, *, differentiable: bool) -> None:
-    """Compute the input of layer 0 for all chunks, and find the lowest layer that backward must reach."""
+    """Compute the input of layer 0 for all chunks; if differentiable, set `state.lowest_layer`."""
     outputs = state.sequence(state.layout.input(0))
     for chunk in state.chunks:
         state.report("embed", -1, chunk.index, len(state.chunks))
@@ -115,10 +125,10 @@ def embed_forward(state: StepState, *, differentiable: bool) -> None:
 
 
 def lowest_layer(state: StepState, x_BCE: Tensor) -> int | None:
-    """Return the lowest layer that backward must reach; -1 is the embedding, None only the head.
+    """Return the lowest layer that backward must reach; -1 is the embedding, None means no layer.
 
     Args:
-        state: step.
+        state: step; its lists of trained parameters are read.
         x_BCE: output of the embedding, computed with gradients on.
     """
     if depends_on(x_BCE, state.decoder.graph_params(state.other_parameters)):
@@ -127,7 +137,7 @@ def lowest_layer(state: StepState, x_BCE: Tensor) -> int | None:
 
 
 def embed_backward(state: StepState) -> None:
-    """Replay the embedding and differentiate it, chunk by chunk, descending."""
+    """Replay the embedding and differentiate it, chunk by chunk, descending; `state.dy` is empty afterwards."""
     dy = state.dy
     assert dy is not None
     parameters = state.other_parameters
@@ -141,11 +151,11 @@ def embed_backward(state: StepState) -> None:
 
 
 def forward(state: StepState, *, differentiable: bool) -> None:
-    """Run all layers; the last entry of `state.inputs` is the final hidden state then.
+    """Run the embedding and all layers. The last entry of `state.inputs` is then the final hidden state.
 
     Args:
         state: step, from `trunkline.engine.setup.begin_step`.
-        differentiable: whether there may be a backward.
+        differentiable: whether there may be a backward; if not, nothing is kept for it.
     """
     decoder = state.decoder
     with (
@@ -166,10 +176,12 @@ def forward(state: StepState, *, differentiable: bool) -> None:
 
 
 def backward(state: StepState, grad_output: Tensor) -> None:
-    """Add the gradients of all trained parameters to their `.grad`.
+    """Add the gradients of all trained parameters to their `.grad`, summed over ranks, and close the step.
+
+    Under `no_sync` sharding keeps the gradients back, to be reduced with those of a later backward.
 
     Args:
-        state: step whose loss has been computed.
+        state: step whose loss has been computed by `loss.mean_loss`.
         grad_output: d objective / d loss, 0-dim.
 
     Raises:
@@ -191,7 +203,7 @@ def backward(state: StepState, grad_output: Tensor) -> None:
         state.stores.close_on_error(),
         decoder.unsharded(None),
     ):
-        groups = list(layout.groups())
+        groups = list(layout.layer_groups())
         for group, group_below in itertools.zip_longest(groups, groups[1:]):
             recompute.inputs_of_group(state, group)
             for layer in reversed(group):
@@ -209,6 +221,9 @@ def backward(state: StepState, grad_output: Tensor) -> None:
 
 
 def _complete_after(state: StepState, layer: int) -> list[Parameter]:
-    """Return the parameters whose gradient a layer's backward completes: nothing below the layer shares them."""
+    """Return the trained parameters whose gradient a layer's backward completes.
+
+    They are those of the layer that no lower layer shares, nor the embedding or head.
+    """
     later = set(state.other_parameters).union(*state.layer_parameters[:layer])
     return [p for p in state.layer_parameters[layer] if p not in later]

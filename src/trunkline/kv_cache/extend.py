@@ -143,8 +143,8 @@ def _by_chunk(state: StepState, extension: CacheForward, keep: int) -> Tensor:
                 state.report("forward", layer, chunk.index, len(state.chunks))
                 following = layer + 1 if layer + 1 < len(layers) else None
                 with state.decoder.unsharded(layer, following=following):
-                    attention = state.attention(layer, chunk, partial(extension.attend, layer))
-                    x_BCE = state.decoder.layer(layer, x_BCE, state.batch, chunk, attention)
+                    attend = state.begin_layer(layer, chunk, partial(extension.attend, layer))
+                    x_BCE = state.decoder.layer(layer, x_BCE, state.batch, chunk, attend)
         if _is_kept(state, chunk, keep):
             states.append(state.ranks.gather_tokens(x_BCE))
     return _last(state, states, keep)

@@ -83,7 +83,7 @@ class DecoderSubset:
 
 def layer_units(layout: MemoryLayout) -> list[Unit]:
     """Return the units that a step's layers are divided into, in rising order."""
-    trained = [] if layout.first is None else list(layout.groups())[::-1]
+    trained = [] if layout.first is None else list(layout.layer_groups())[::-1]
     return [*(range(i, i + 1) for i in range(layout.trained.start)), *trained]
 
 
@@ -152,5 +152,5 @@ def _store_names(layout: MemoryLayout, layer: int) -> Iterator[str]:
     """Yield the names of a layer's stores, in an order that is the same for all layers."""
     core = layout.core(layer)
     yield from (layout.input(layer), core.k, core.v, core.o, core.lse)
-    for group in layout.by_groups(layer):
+    for group in layout.head_group_stores(layer):
         yield from (group.q, group.k, group.v, group.do, group.o, group.lse)

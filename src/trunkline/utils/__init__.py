@@ -1,1 +1,1 @@
-"""Small helpers: folders written whole, devices, JSON fields."""
+"""Small helpers: folders written whole, device names, limits of the machine, records read from JSON."""

@@ -28,6 +28,9 @@ def replace_dir(partial: Path, folder: Path) -> None:
     Args:
         partial: complete folder on the same disk.
         folder: final name.
+
+    Raises:
+        OSError: a rename failed.
     """
     if not folder.exists():
         partial.rename(folder)

@@ -53,7 +53,7 @@ def memory_limit() -> MemoryLimit | None:
 
 
 def usable_processors() -> int:
-    """Return how many processors this process can keep busy: its affinity, or its cgroup's quota if that is less."""
+    """Return how many processors this process can keep busy: its affinity, or a cgroup's quota if that is less."""
     counts = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for version, folder in _cgroups("cpu"):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -64,19 +64,20 @@ def usable_processors() -> int:
 
 
 def available_memory() -> int:
-    """Return bytes of host memory that can be had without swapping, within the container's limit."""
+    """Return the bytes of host memory that are free without swapping, within the tightest cgroup limit."""
     available, limit = psutil.virtual_memory().available, memory_limit()
     return available if limit is None else max(0, min(available, limit.limit - limit.used))
 
 
 def free_bytes(device: torch.device, processes: int, disk: str | None = None) -> dict[str, int]:
-    """Return the bytes of each tier that one of several processes on this machine may take.
+    """Return the bytes of each tier that are free now for one of several processes on this machine.
 
-    On a CPU, host memory is the device.
+    Host memory and disk are divided evenly by the processes. A CUDA device's memory is not: each process has its own.
+    On a CPU, host memory is the device, and there is no host tier.
 
     Args:
-        device: of this process.
-        processes: that share this machine's memory and disk.
+        device: device of this process.
+        processes: number of processes that share this machine's memory and disk.
         disk: folder of scratch files; None for no such tier.
     """
     memory = available_memory() // processes

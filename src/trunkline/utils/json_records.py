@@ -20,11 +20,11 @@ def read_json(record: type[RecordT], text: str) -> RecordT:
     """Read a record from JSON text.
 
     Args:
-        record: A pydantic model or dataclass.
+        record: a pydantic model or dataclass.
         text: JSON of one object.
 
     Raises:
-        ValueError: The text is no JSON or no such record. The message names the first field that is wrong.
+        ValueError: the text is no JSON or no such record. The message names the first field that is wrong.
     """
     try:
         return TypeAdapter(record).validate_json(text)
