@@ -12,7 +12,7 @@ import yaml
 from trunkline.cli import app as cli
 from trunkline.report.run_folder import PlannedStep
 from trunkline.report.timeline import Timeline
-from trunkline.train.settings import load_recipe
+from trunkline.train.load_recipe import load_recipe
 from trunkline.utils.json_records import read_json
 
 RECIPE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

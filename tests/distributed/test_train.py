@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from distributed.processes import outcomes, run, start
 from trunkline.cli import app
 from trunkline.train import world
+from trunkline.train.load_recipe import RecipeError, load_recipe
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError, load_recipe
 
 
 def recipe(folder: Path, **changes: Any) -> Path:

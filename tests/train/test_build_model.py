@@ -7,9 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trunkline.data import load_encoder
 from trunkline.train.build_model import build_config, build_model, tokenizer_spec
+from trunkline.train.load_recipe import RecipeError
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
 from trunkline.utils.devices import parse_device
 
 BYTES = load_encoder("bytes")

@@ -20,12 +20,12 @@ from trunkline.train import evaluating
 from trunkline.train.build_model import build_config, build_model
 from trunkline.train.display import Display, LiveDisplay, RunHeader
 from trunkline.train.evaluating import EvaluationRecord, Evaluator, evaluation_text
+from trunkline.train.load_recipe import RecipeError, load_recipe
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.output_folder import json_line
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import EvaluateSection, Recipe
 from trunkline.train.run_training import TrainResult, train
-from trunkline.train.settings import RecipeError, load_recipe
 from trunkline.train.trainer import Trainer, progress_hook
 from trunkline.train.world import World
 

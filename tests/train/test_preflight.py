@@ -16,10 +16,10 @@ from trunkline.plan.estimate import Estimate
 from trunkline.train import preflight as module
 from trunkline.train.build_model import build_config, tokenizer_spec
 from trunkline.train.display import Display
+from trunkline.train.load_recipe import RecipeError, dump_recipe, load_recipe
 from trunkline.train.preflight import PreflightResult, preflight
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
-from trunkline.train.settings import RecipeError, dump_recipe, load_recipe
 from trunkline.train.world import World
 
 CPU = torch.device("cpu")

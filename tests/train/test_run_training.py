@@ -15,11 +15,11 @@ from trunkline.hf.flops import model_flops
 from trunkline.train import run_training, trainer
 from trunkline.train.build_model import build_config, build_model
 from trunkline.train.display import Display
+from trunkline.train.load_recipe import load_recipe
 from trunkline.train.optimizer import Optimizer
 from trunkline.train.part_timer import PARTS, PartTimer
 from trunkline.train.recipe import Recipe
 from trunkline.train.run_training import train
-from trunkline.train.settings import load_recipe
 from trunkline.train.trainer import Trainer, TrainingDivergedError, progress_hook
 from trunkline.train.world import World
 

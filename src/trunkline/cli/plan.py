@@ -58,8 +58,8 @@ def plan(
     from trunkline.plan.hardware import load
     from trunkline.plan.planner import DoesNotFit, Planner
     from trunkline.plan.search_space import Cluster
+    from trunkline.train.load_recipe import dump_recipe, load_recipe
     from trunkline.train.planning import job_of, meta_model_of, planned_recipe
-    from trunkline.train.settings import dump_recipe, load_recipe
 
     console, errors = Console(), Console(stderr=True)
     path, overrides = split_recipe_arguments(arguments)

@@ -31,7 +31,7 @@ def train(arguments: RecipeArguments) -> None:
     from trunkline.distributed import failure
     from trunkline.train import run_training
     from trunkline.train.display import Display, make_display
-    from trunkline.train.settings import load_recipe
+    from trunkline.train.load_recipe import load_recipe
     from trunkline.train.world import RankLog, join
 
     path, overrides = split_recipe_arguments(arguments)

@@ -21,9 +21,9 @@ class CutReport:
 
     Attributes:
         context: tokens of a sample.
-        num_documents: documents read.
+        num_documents: documents read, used or not.
         num_short_documents: documents shorter than the context, dropped whole.
-        num_tokens: tokens of all documents.
+        num_tokens: tokens of all documents, with those that begin and end one.
         num_samples: samples cut.
         longest_document: tokens of the longest document.
         longest_name: name of the longest document.
@@ -63,7 +63,7 @@ class Samples:
     """Samples of exactly `report.context` tokens.
 
     Attributes:
-        pieces: one array of ids a sample, a view into its document.
+        pieces: one array (S,) of token ids for each sample, in document order.
         report: counts of used and dropped tokens.
     """
 
@@ -80,15 +80,18 @@ def cut_documents(
     *,
     context: int,
 ) -> Samples:
-    """Encode documents and cut each into samples.
+    """Encode documents and cut each into samples of exactly `context` tokens.
+
+    The rest of a document is dropped, and so is a document shorter than the context; `Samples.report` counts them.
+    Documents are never joined.
 
     Args:
         documents: documents, in order.
         encoder: encoder of the tokenizer.
-        context: tokens of a sample (global length).
+        context: tokens of a sample, over all ranks.
 
     Returns:
-        The samples, in document order.
+        The samples, in document order, and the report.
 
     Raises:
         ValueError: there are no documents, or all are shorter than the context.
@@ -137,7 +140,7 @@ class SampleOrder:
     seed: int
 
     def take(self, start: int, count: int) -> list[int]:
-        """Return the samples at places `start` … `start + count - 1`, counted through all epochs."""
+        """Return the indices of the samples at places `start` … `start + count - 1`, counted through all epochs."""
         chosen: list[int] = []
         while len(chosen) < count:
             epoch, place = divmod(start + len(chosen), self.num_samples)

@@ -39,15 +39,16 @@ def find_files(specs: Sequence[str], *, setting: str = DATA) -> list[Path]:
     """Resolve `data.files` to files.
 
     Args:
-        specs: entries: a file (read whatever its suffix), a folder (searched recursively for text suffixes, without
-            hidden names), a glob pattern (`**` is recursive), or the word `stdlib`.
+        specs: entries: a file (whatever its suffix), a folder (searched recursively for text suffixes, without hidden
+            names, `__pycache__` and `node_modules`), a glob pattern (`**` is recursive; files of any suffix), or the
+            word `stdlib` (sources of Python's standard library, without tests).
         setting: name of the setting, for messages.
 
     Returns:
-        Existing files without repeats: in the order of the entries, and those of one entry sorted by path.
+        Absolute paths of files without repeats: in the order of the entries, and those of one entry sorted by path.
 
     Raises:
-        ValueError: an entry does not exist, matches nothing, or is a folder without text files.
+        ValueError: there is no entry, or one does not exist, matches nothing, or is a folder without text files.
     """
     if not specs:
         raise ValueError(f"{setting} is empty: name at least one text file, folder, glob pattern, or 'stdlib'.")
@@ -59,10 +60,11 @@ def find_files(specs: Sequence[str], *, setting: str = DATA) -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], *, text_field: str = "text", setting: str = DATA) -> Iterator[Document]:
-    """Read documents, one in memory at a time.
+    """Read documents lazily, one in memory at a time; errors come up during iteration.
 
     Args:
-        files: files to read, in order; a `.jsonl` file holds one JSON object a line.
+        files: files to read, in order. A `.jsonl` file holds one JSON object, a document, a line; blank lines are
+            skipped. Any other file is one document.
         text_field: field of these objects that holds the text.
         setting: name of the setting, for messages.
 

@@ -60,7 +60,7 @@ class Encoder:
         tokenizer: Hugging Face tokenizer, saved with the model.
         is_bytes: whether ids are byte values, so that encoding is a view of memory.
         prefix: ids before each document: the beginning-of-sequence token, if the tokenizer adds one by itself.
-        suffix: ids after each document: the end-of-sequence token, if there is one.
+        suffix: ids after each document: the end-of-sequence token, if the tokenizer has one.
         vocab_size: largest id plus 1.
         piece_chars: most characters in one call of the tokenizer.
     """
@@ -74,11 +74,11 @@ class Encoder:
 
     @property
     def dtype(self) -> type[np.uint16] | type[np.int32]:
-        """Smallest type that holds every id."""
+        """Type of ids: uint16 if it holds every id, else int32."""
         return np.uint16 if self.vocab_size <= 2**16 else np.int32
 
     def encode(self, text: str) -> Tokens:
-        """Encode one whole document.
+        """Encode one whole document; nothing is truncated.
 
         Args:
             text: text of the document.
@@ -96,7 +96,7 @@ class Encoder:
 
 
 def plain_ids(tokenizer: Any, text: str | list[str]) -> Any:
-    """Return the ids of a text, or of each text of a list: without special tokens, whatever the tokenizer's limit."""
+    """Return the ids of a text, or of each text of a list: no special tokens are added, and nothing is truncated."""
     return tokenizer(
         text, add_special_tokens=False, truncation=False, padding=False, return_attention_mask=False, verbose=False
     )["input_ids"]
@@ -108,10 +108,10 @@ _CLEAN_CUT = re.compile(r"(?<=[^\W_])(?=\n)")
 
 
 def split_text(text: str, piece_chars: int) -> Iterator[str]:
-    """Cut text into pieces for a tokenizer, where no token spans the cut.
+    """Cut text into pieces for a tokenizer, where a token seldom spans the cut.
 
-    A cut is between a letter or digit and a newline; else after a newline; else after a space; else after `piece_chars`
-    characters, so that one endless line does not stall the tokenizer.
+    A cut is between a letter or digit and a newline, which byte-level tokens never span; else after a newline; else
+    after a space; else after `piece_chars` characters, so that one endless line does not stall the tokenizer.
 
     Args:
         text: text to cut.
@@ -137,7 +137,7 @@ def load_encoder(spec: str) -> Encoder:
     """Load the tokenizer of `data.tokenizer`.
 
     Args:
-        spec: `bytes`, or a folder with a Hugging Face tokenizer.
+        spec: `bytes`, or a local folder with a Hugging Face tokenizer; nothing is downloaded.
 
     Raises:
         ValueError: the folder does not exist, or holds no tokenizer.

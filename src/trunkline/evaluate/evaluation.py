@@ -27,7 +27,7 @@ class ScoreCell:
         depth: depth of the answers.
         score: share of answers that were retrieved.
         num_answers: number of answers.
-        loss: mean negative log likelihood of their tokens, in nats; None where generated.
+        loss: mean negative log likelihood of the answers' tokens, in nats a token; None where generated.
     """
 
     way: Way

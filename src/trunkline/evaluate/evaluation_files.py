@@ -36,6 +36,9 @@ def write_evaluation(evaluation: Evaluation, folder: Path) -> WrittenEvaluation:
         evaluation: the evaluation.
         folder: folder to write into. It is created if missing; files of the same names are replaced, others stay.
 
+    Returns:
+        The files written. Without matplotlib there are no PNGs, and a note says so.
+
     Raises:
         ValueError: the folder is a file.
     """

@@ -57,11 +57,14 @@ def evaluate(
         continuer: the model, for generated answers; None for none.
         haystack: text around needles; None for made-up prose.
         documents: documents whose perplexity is measured; they need the scorer.
-        progress: called before each forward, and at the end.
+        progress: called before each forward of the scorer and each call of the continuer, and at the end.
+
+    Returns:
+        The outcomes of all answers, and the perplexities.
 
     Raises:
-        ValueError: there is no model, a length is too short for a task (all are checked before the first forward), or
-            the tokenizer cannot write a task.
+        ValueError: there is no model, or no scorer for the documents; a length is too short for a task (all are checked
+            before the first forward); the tokenizer cannot write a task; or the model gives results of a wrong shape.
     """
     if scorer is None and (continuer is None or documents):
         raise ValueError(

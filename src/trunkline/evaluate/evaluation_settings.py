@@ -26,13 +26,13 @@ class EvaluateSettings:
     """Settings of an evaluation.
 
     Attributes:
-        lengths: lengths of the samples in tokens; at least one.
+        lengths: lengths of the samples in tokens; with none no task is run.
         tasks: names from `TASKS`, or tasks with settings of their own.
-        depths: depths of the answers in the haystack, from 0 to 1; every sample has all of them.
+        depths: depths of the answers in the haystack, from 0 to 1, at least one; every sample has all of them.
         samples: samples of each task and length.
         seed: seed of names, numbers and texts.
-        threshold: least score of a length that counts as effective, from 0 to 1.
-        batch_size: samples of one forward.
+        threshold: least score of a length that counts as effective, above 0, at most 1.
+        batch_size: samples of one forward of the scorer; answers are generated one sample at a time.
         bin_width: positions of one bin of perplexity by position; None for bins that double: 1, 2-3, 4-7, …
 
     Raises:

@@ -27,7 +27,7 @@ _MOST_EMPTY = 10_000
 
 
 def repeated_sentences(draws: SplitMix64) -> Iterator[str]:
-    """Yield the same four sentences again and again."""
+    """Yield the same four sentences again and again; nothing is drawn."""
     while True:
         yield from _REPEATED
 
@@ -36,10 +36,10 @@ class TextHaystack:
     """Haystack of given texts: their sentences in order from a random one, and from the beginning again after the last.
 
     Args:
-        texts: texts, at least one with a letter in it.
+        texts: texts, at least one that is not blank.
 
     Raises:
-        ValueError: the texts are empty.
+        ValueError: all texts are blank.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class TextHaystack:
             setting: name of the setting in messages.
 
         Raises:
-            ValueError: a file does not exist, or there is no text.
+            ValueError: a file cannot be read, a line of a `.jsonl` file has no field `text`, or there is no text.
         """
         documents = read_documents(find_files(files, setting=setting), setting=setting)
         return cls([document.text for document in documents])
@@ -93,7 +93,8 @@ def fill_exactly(pieces: PieceTokenizer, sentences: Iterator[str], num_tokens: i
         num_tokens: tokens to fill.
 
     Returns:
-        Ids of each sentence. The first sentence loses its beginning, so that the total is exact.
+        Ids of each sentence; sentences without tokens are left out. What is too much is cut off at the beginning, so
+        that the total is exact and the last sentence whole.
 
     Raises:
         ValueError: the tokenizer has no tokens for the sentences.

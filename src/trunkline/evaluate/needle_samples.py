@@ -93,6 +93,9 @@ class LongContextTask(Protocol):
             draws: generator of every other choice, such as an order.
             haystack: text around the needles.
             depths: depths of the needles, ascending.
+
+        Returns:
+            The sample as text, with one statement at each depth.
         """
 
 
@@ -102,7 +105,7 @@ class Answer:
 
     Attributes:
         key: name or value that the answer belongs to.
-        text: the answer; a generated text has to contain it.
+        text: the answer without a leading space; a generated text has to contain it.
         start: position of its first token in the sample.
         stop: position after its last token.
         depth: depth of its statement in the haystack, from 0 (beginning) to 1 (end).
@@ -155,7 +158,7 @@ class Sample:
 
     @property
     def prefix(self) -> Tensor:
-        """Text before the first question, (1, prefix_length) int64: the input of one prefill."""
+        """Ids before the first question, (1, prefix_length) int64: the input of one prefill."""
         return self.ids[None, : self.prefix_length]
 
     @property
@@ -165,7 +168,7 @@ class Sample:
 
     @property
     def max_new_tokens(self) -> int:
-        """Twice the tokens of the longest answers of a question, and 16."""
+        """Most tokens to generate for any question: twice those of the longest answers to one, plus 16."""
         longest = max(question.answers[-1].stop - question.answers[0].start for question in self.questions)
         return _NEW_TOKENS_PER_ANSWER_TOKEN * longest + _MORE_NEW_TOKENS
 
@@ -184,7 +187,7 @@ class SampleMaker:
         self._pieces, self._haystack, self._depths, self._seed = pieces, haystack, tuple(sorted(depths)), seed
 
     def least_length(self, task: LongContextTask, length: int, index: int) -> int:
-        """Return the fewest tokens of a sample of which half of the haystack is not needles.
+        """Return the fewest tokens of a sample whose haystack has at least as much filler as needles.
 
         Args:
             task: the task.
@@ -253,7 +256,7 @@ class SampleMaker:
 
 
 def _nearest_borders(sentences: Sequence[Sequence[int]], depths: Sequence[float]) -> list[int]:
-    """Return for each depth the index of the sentence whose beginning is nearest to it, in tokens."""
+    """Return for each depth the number of sentences before the border that is nearest to it, in tokens."""
     ends = [0, *accumulate(map(len, sentences))]
     borders = []
     for depth in depths:

@@ -108,13 +108,18 @@ class NeedleTask:
 
 @dataclass(frozen=True)
 class PasskeyTask:
-    """Pass keys, one at each depth and said twice, in a text that repeats itself."""
+    """Pass keys, one at each depth and said twice, in four sentences that repeat; no other haystack is used.
+
+    Attributes:
+        name: name in tables and files; it is part of the seed.
+        num_digits: digits of a key.
+    """
 
     name: str = "passkey"
     num_digits: int = 5
 
     def write(self, words: UniqueWords, draws: SplitMix64, haystack: Haystack, depths: tuple[float, ...]) -> SampleText:
-        """Write a sample; the haystack is not used."""
+        """Write a sample; `haystack` is not used."""
         statements, questions = [], []
         facts = [(words.name(), words.number(self.num_digits)) for _ in depths]
         for number, ((gate, key), depth) in enumerate(zip(facts, depths, strict=True)):
@@ -132,7 +137,7 @@ class VariableTask:
 
     Attributes:
         name: name in tables and files; it is part of the seed.
-        hops: most assignments of a chain after its first. Other chains are distractors.
+        hops: most assignments of a chain after its first. Further depths go to further chains.
     """
 
     name: str = "variables"

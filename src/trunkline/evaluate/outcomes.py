@@ -49,7 +49,7 @@ def score_forced(samples: Sequence[Sample], scores: TokenScores) -> list[Outcome
     """Return an outcome for each teacher-forced answer.
 
     Args:
-        samples: samples, one a row.
+        samples: samples of one length, one a row.
         scores: scores of their tokens, (B, S).
 
     Raises:
@@ -88,5 +88,5 @@ def _outcome(way: Way, sample: Sample, answer: Answer, **found: Any) -> Outcome:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Return whether a text contains an answer as a word of its own, in any case; `123` is not in `1234`."""
+    """Return whether a text contains an answer as a word of its own, case ignored; `123` is not in `1234`."""
     return re.search(rf"(?<![A-Za-z0-9]){re.escape(answer)}(?![A-Za-z0-9])", text, re.IGNORECASE) is not None

@@ -46,7 +46,7 @@ class MeanLoss:
 
 @dataclass(frozen=True)
 class PositionLoss(MeanLoss):
-    """Mean loss of the tokens in a bin of positions, from `first` to `last`."""
+    """Mean loss of the tokens in a bin of positions, from `first` to `last`, both included."""
 
     first: int
     last: int
@@ -54,7 +54,7 @@ class PositionLoss(MeanLoss):
 
 @dataclass(frozen=True)
 class DocumentLoss(MeanLoss):
-    """Mean loss of the tokens of a document."""
+    """Mean loss of the tokens of a document, and its name in tables."""
 
     name: str
 
@@ -71,7 +71,7 @@ def token_documents(
             piece is not predicted, as in training. None leaves documents whole.
 
     Returns:
-        Documents or their pieces, in order, without those of a single token.
+        Documents or their pieces, in order; those of fewer than two tokens are dropped.
     """
     found = []
     for document in documents:

@@ -55,7 +55,7 @@ class PieceTokenizer:
         return self._encoded[text]
 
     def encode_many(self, texts: Sequence[str], *, lines: bool = False) -> list[list[int]]:
-        """Return the ids of many pieces, each tokenized on its own.
+        """Return the ids of many pieces, each tokenized on its own; a piece without tokens gives an empty list.
 
         Args:
             texts: pieces.

@@ -67,7 +67,9 @@ class StreamedScorer:
 
 
 class StreamedContinuer:
-    """Continuer of a streamed model: one prefill a call; questions of one length are decoded together.
+    """Continuer of a streamed model: it reads the prefix once a call, and decodes questions of one length together.
+
+    It holds keys and values of all layers.
 
     Args:
         model: a streamed model, in training or evaluation mode.

@@ -69,7 +69,7 @@ class UniqueWords:
         return self._unused(lambda: "".join(self._syllable() for _ in range(2 + self._draws.below(2))))
 
     def number(self, num_digits: int) -> str:
-        """Return a number of `num_digits` digits; the first digit is not 0."""
+        """Return a number of `num_digits` digits; the first is not 0. It never ends once all are used up."""
         least = 10 ** (num_digits - 1)
         return self._unused(lambda: str(least + self._draws.below(9 * least)))
 

@@ -2,7 +2,7 @@
 
 A folder has one safetensors file for each chunk of keys and values, and a JSON page that describes them. Files are
 written chunk by chunk from any tier, into a temporary folder that is renamed at the end: a folder of that name is
-always complete.
+always complete. Over ranks this holds for each rank's part, a folder in it with the rank's name.
 """
 
 from __future__ import annotations
@@ -48,15 +48,17 @@ _IGNORED_CONFIG = (  # settings that do not change keys and values
 def save_cache(model: nn.Module, cache: StreamedCache, folder: str | Path) -> None:
     """Write a cache to a folder: safetensors, chunk by chunk from any tier, and a JSON page.
 
-    Over ranks every rank calls this and writes its own part.
+    Over ranks every rank calls this and writes its own part, to a folder in `folder`.
 
     Args:
         model: the streamed model of the cache.
         cache: from `trunkline.prefill`; it does not change.
-        folder: must not exist; it appears once it is complete.
+        folder: must not exist; it appears once it is complete. Over ranks this holds for each rank's part in it, not
+            for the folder itself.
 
     Raises:
-        ValueError: the folder exists, the cache is empty, or it is another model's.
+        ValueError: the folder (over ranks, this rank's part) exists, the cache is empty, or it is another model's or of
+            other settings of `stream`.
     """
     forward = streamed_forward(model, "save_cache")
     if cache.tiers is not forward.tiers:
@@ -114,8 +116,10 @@ def save_cache(model: nn.Module, cache: StreamedCache, folder: str | Path) -> No
 def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
     """Load a cache that `save_cache` wrote into the tiers of a model.
 
+    Over ranks every rank calls this and reads its own part.
+
     Args:
-        model: streamed, with the weights that filled the cache; chunk size and budgets may differ.
+        model: streamed over an equal mesh, with the weights that filled the cache; chunk size and budgets may differ.
         folder: written by `save_cache`.
 
     Returns:
@@ -164,7 +168,7 @@ def load_cache(model: nn.Module, folder: str | Path) -> StreamedCache:
 
 
 def _part(folder: Path, forward: StreamedForward) -> Path:
-    """Return the folder of this rank's part."""
+    """Return the folder of this rank's part; the folder itself without a mesh."""
     return folder / forward.ranks.name if forward.ranks.name else folder
 
 

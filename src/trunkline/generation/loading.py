@@ -22,8 +22,12 @@ def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "auto")
         dtype: `auto` for the dtype of the weights, `bfloat16`, `float16` or `float32`.
         device: `auto` for CUDA where there is one, `cpu`, `cuda` or `cuda:N`.
 
+    Returns:
+        The model on its device, not streamed, and the encoder of its tokenizer.
+
     Raises:
-        ValueError: a setting is unknown, the device does not exist, or the folder holds no causal language model.
+        ValueError: a setting is unknown, the device does not exist, or the folder holds no causal language model or no
+            tokenizer.
     """
     from transformers import AutoModelForCausalLM
 

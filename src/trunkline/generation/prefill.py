@@ -32,12 +32,14 @@ def prefill(
     Args:
         model: streamed, in evaluation mode. Over ranks every rank calls this, with the same tokens.
         input_ids: (B, S).
-        attention_mask: (B, S), 0 for padding, either on the left or on the right, for rows of different lengths.
+        attention_mask: (B, S), 0 for padding, for rows of different lengths. The padding is either on the left or on
+            the right; in the cache it is on the left. Behind a cache new tokens have no padding: leave the mask out, or
+            give that of all tokens so far.
         position_ids: (1, S) or (B, S); where they restart at 0 a packed document begins.
         document_ids: (B, S), the number of each token's document; documents never attend to each other, and generation
-            continues the last.
+            continues the last. Only for the first tokens of a cache, and not with padding.
         cache: of earlier tokens, which these follow; extended in place. None for a new cache.
-        logits_to_keep: last positions whose logits are kept.
+        logits_to_keep: last positions whose logits are kept; 0 and 1 both keep the last.
 
     Returns:
         The cache: a new one, or the one given.
@@ -75,13 +77,14 @@ def generate(
             behind the cache.
         cache: of earlier tokens. It does not change, so that it can be continued any number of times; one of its rows
             serves several rows of `input_ids`. Penalties see all its tokens.
-        attention_mask: (B, n), without a cache: 0 for padding, either on the left or on the right.
+        attention_mask: (B, n), without a cache: 0 for padding, either on the left or on the right. Padding behind a
+            cache is refused.
         kwargs: see `transformers.GenerationMixin.generate`: `max_new_tokens`, `do_sample`, `num_beams`, `streamer`,
-            `stopping_criteria`, …
+            `stopping_criteria`, … `past_key_values`, `use_cache` and `position_ids` are refused.
 
     Returns:
-        The result of transformers' `generate`: tokens (B, n + new), `input_ids` and then the new ones; or its output
-        object with `return_dict_in_generate=True`.
+        The result of transformers' `generate`: tokens (B, n + new), `input_ids` (padded on the left) and then the new
+        ones, without the cache's; or its output object with `return_dict_in_generate=True`.
 
     Raises:
         ValueError: there is neither a cache nor a prompt, the model is not streamed or in training mode, or an argument
@@ -153,7 +156,7 @@ class _SkipCached(BaseStreamer):  # type: ignore[misc]
 
 
 def _padded_left(ids: Tensor, mask: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Move padding from the right to the left of each row, where the next token does not follow it."""
+    """Move padding from the right to the left of each row; any other arguments are returned as they are."""
     if mask.shape != ids.shape:
         return ids, mask, positions  # `cache_inputs` refuses it
     real = mask != 0

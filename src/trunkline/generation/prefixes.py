@@ -50,7 +50,7 @@ class Prefixes:
         return indices
 
     def read(self, model: nn.Module, least: int = MIN_SHARED) -> Iterator[tuple[int, StreamedCache]]:
-        """Read all texts.
+        """Read all texts, in lexicographic order.
 
         Args:
             model: streamed, in evaluation mode.

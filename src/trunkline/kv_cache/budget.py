@@ -18,10 +18,10 @@ ADVICE = FitHints(less="a shorter input or a smaller batch")
 
 
 def bytes_to_continue(cache: StreamedCache, batch: int, longest: int, hidden: int, tokens: int) -> int:
-    """Return the device bytes that another chunk of prompt takes, or decoding if that is more.
+    """Return the device bytes of a decode buffer, and of another chunk of prompt or of decoding, whichever is more.
 
     Args:
-        cache: the cache.
+        cache: the cache; its `token_bytes` must be known.
         batch: rows.
         longest: tokens of the longest chunk that is read.
         hidden: bytes of a token's hidden state, in one row.
@@ -32,13 +32,19 @@ def bytes_to_continue(cache: StreamedCache, batch: int, longest: int, hidden: in
 
 
 def bytes_to_decode(cache: StreamedCache, batch: int, longest: int) -> int:
-    """Return the device bytes without which not one token can be decoded; arguments as for `bytes_to_continue`."""
+    """Return the device bytes without which not one token can be decoded; arguments as for `bytes_to_continue`.
+
+    They include a decode buffer unless the cache has one.
+    """
     new_buffer = cache.decode_buffer_bytes(batch) if cache.decode_buffer is None else 0
     return new_buffer + bytes_to_move(cache, batch, longest)
 
 
 def bytes_to_move(cache: StreamedCache, batch: int, longest: int) -> int:
-    """Return the device bytes that keys and values take while they are read, or flushed: the larger of both."""
+    """Return the device bytes that keys and values take while they are read, or flushed: the larger of both.
+
+    0 without budgets.
+    """
     if not cache.token_bytes:
         return 0  # there are no budgets
     earlier = max((max_chunk_bytes(view.segment, cache.token_bytes) for view in cache.segments), default=0)
@@ -75,12 +81,12 @@ def make_stores(
     tiers: Tiers, batch: int, chunks: Sequence[Chunk], token_bytes: Sequence[Sequence[int]],
     num_dropped: Sequence[int], spare_bytes: Sequence[int],
 ) -> Stores:  # fmt: skip
-    """Place the stores of a segment whose tokens exist already.
+    """Place the stores of a segment whose tokens exist already; without budgets there is nothing to place.
 
     Args:
         tiers: of the model.
         batch: rows.
-        chunks: of the segment.
+        chunks: this rank's part of each chunk of the segment.
         token_bytes: for each layer, bytes of a token's keys and of its values, in one row.
         num_dropped: for each layer, chunks that it goes without, counted from the first.
         spare_bytes: see `place_leaving`.

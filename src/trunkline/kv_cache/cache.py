@@ -32,8 +32,9 @@ class StreamedCache(HFCacheInterface):
     """Keys and values of every layer of a streamed model, on the device, in host memory or on disk as its budgets say.
 
     `trunkline.prefill` returns one; `model.generate(ids, past_key_values=cache)` and `trunkline.generate` continue it.
-    Layers with a sliding window keep the keys that later tokens can see. Caches with a common prefix (`fork`, beams,
-    several continuations of a prompt) share its memory.
+    Layers with a sliding window keep the keys that later tokens can see, and a few before them. Caches with a common
+    prefix (`fork`, beams, several continuations of a prompt) share its memory. Over ranks every rank has a cache, with
+    its part of the keys and values.
 
     Attributes:
         length: tokens of a row, padding included.
@@ -46,7 +47,7 @@ class StreamedCache(HFCacheInterface):
         token_bytes: for each layer, bytes of a token's keys and of its values, in one row; empty without budgets.
         attention_spans: of each layer.
         capacity: tokens of the decode buffer.
-        part: (rank, size) of the ranks that hold parts of keys and values, token by token.
+        part: this rank's number, and the number of ranks over which the tokens of keys and values are divided.
         spare_bytes: device bytes that its keys and values leave free for decoding or another prompt.
         max_merged_tokens: most decoded tokens that are merged into one chunk, where the device has a budget.
         tiers: of the model.
@@ -75,7 +76,7 @@ class StreamedCache(HFCacheInterface):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, in any tier."""
+        """Bytes of this rank's keys and values, in any tier; shared segments count in each of their caches."""
         return sum(x.segment.nbytes for x in self.segments) + (self.decode_buffer.nbytes if self.decode_buffer else 0)
 
     @property
@@ -94,7 +95,11 @@ class StreamedCache(HFCacheInterface):
     # -- copies that share memory --------------------------------------------------------------------------------------
 
     def fork(self) -> StreamedCache:
-        """Return another cache of the same tokens, to be continued independently; segments are shared."""
+        """Return another cache of the same tokens, to be continued independently.
+
+        Segments are shared. The decode buffer is copied; where the device has no room for two it is flushed to a
+        segment first.
+        """
         buffer = self._copy_decode_buffer()
         new = StreamedCache(self.tiers, self._num_layers, self.part)
         new.__dict__ |= {**self.__dict__, "decode_buffer": buffer, "_is_recording": False}
@@ -104,7 +109,7 @@ class StreamedCache(HFCacheInterface):
         return new
 
     def _copy_decode_buffer(self) -> DecodeBuffer | None:
-        """Copy the decode buffer; where the device has no room for two, flush it and return None."""
+        """Copy the decode buffer; where it is empty or the device has no room for two, give it up and return None."""
         buffer = self.decode_buffer
         if buffer is None:
             return None
@@ -170,7 +175,7 @@ class StreamedCache(HFCacheInterface):
             view.segment.owners.add(self)
 
     def rewind(self) -> None:
-        """Forget the last token so that it can be read again, as the first of its document if it was that."""
+        """Forget the last token and the logits, so that it can be read again, at its position in its document."""
         documents, positions = self.documents, self.positions[:, -1:]
         self.crop(-1)
         self.documents, self.next_positions = documents, positions
@@ -178,7 +183,7 @@ class StreamedCache(HFCacheInterface):
     # -- new tokens ----------------------------------------------------------------------------------------------------
 
     def expand_rows(self, batch: int) -> None:
-        """Repeat rows to make `batch` of them, for several continuations of each.
+        """Repeat rows to make `batch` of them, for several continuations of each; copies stand side by side.
 
         Raises:
             ValueError: `batch` is no multiple of the cache's rows.
@@ -191,7 +196,7 @@ class StreamedCache(HFCacheInterface):
             self.require_rows(batch)
 
     def require_rows(self, batch: int) -> None:
-        """Refuse a number of rows that is no multiple of the cache's.
+        """Refuse a number of rows that is no multiple of the cache's; an empty cache takes any number.
 
         Raises:
             ValueError: it is no multiple.
@@ -218,7 +223,13 @@ class StreamedCache(HFCacheInterface):
         return self.decode_buffer
 
     def flush(self) -> None:
-        """Move the tokens of the decode buffer to a segment, merged with earlier segments of decoded tokens."""
+        """Move the tokens of the decode buffer to a segment, merged with earlier segments of decoded tokens.
+
+        The empty buffer stays. Does nothing where it is empty already.
+
+        Raises:
+            ValueError: the segment does not fit in the budgets.
+        """
         buffer = self.decode_buffer
         if buffer is None or not buffer.num_tokens:
             return
@@ -278,7 +289,7 @@ class StreamedCache(HFCacheInterface):
         return KVSegment(start, buffer.stop, self._batch, [chunk], ranges, kv, [0] * len(layers), stores)
 
     def local_decoded(self, layer: int) -> KVPair:
-        """Return this rank's part of the decode buffer's keys and values, divided over ranks like a prompt."""
+        """Return this rank's part of the decode buffer's keys and values, divided and padded like a prompt."""
         assert self.decode_buffer is not None
         rank, size = self.part
         padded = Chunk(0, 0, padded_length(self.decode_buffer.num_tokens, 1 if size == 1 else 2 * size))
@@ -309,6 +320,8 @@ class StreamedCache(HFCacheInterface):
     ) -> None:
         """Count new tokens, whose keys and values all layers have stored; drop keys that no later token sees.
 
+        Segments that other caches share keep their keys.
+
         Args:
             stop: tokens of a row now.
             documents: see `StreamedCache.documents`.
@@ -333,7 +346,7 @@ class StreamedCache(HFCacheInterface):
         self.segments = [view for view in self.segments if self in view.segment.owners]
 
     def decode_buffer_bytes(self, batch: int) -> int:
-        """Return the bytes of a decode buffer for `batch` rows."""
+        """Return the bytes of a decode buffer for `batch` rows; 0 without budgets."""
         return self.capacity * batch * sum(map(sum, self.token_bytes))
 
     def _decode_buffer_stores(self, batch: int) -> Stores:
@@ -359,14 +372,15 @@ class StreamedCache(HFCacheInterface):
         return _MARGIN + (count if self._is_recording else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens.
+        """Remove the last tokens, and the logits with them.
 
         Args:
-            tokens_to_remove: their number, negative. A positive number is the tokens that stay, as in earlier
-                transformers.
+            tokens_to_remove: their number, negative; 0 removes none. A positive number is the tokens that stay, as in
+                earlier transformers.
 
         Raises:
-            ValueError: the cache has fewer tokens, or a window has dropped keys that the next token would see.
+            ValueError: the cache has fewer tokens, or a window has dropped keys that the next token would see. Nothing
+                has changed then.
         """
         stop = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
         if stop < 0:

@@ -43,10 +43,10 @@ def take_cache(given: dict[str, Any], name: str, new: Callable[[], StreamedCache
         new: makes an empty cache.
 
     Returns:
-        The cache that was passed, or a new one for `use_cache`; None without a cache.
+        The cache that was passed; a new one for `use_cache` or for an empty `DynamicCache`; None without a cache.
 
     Raises:
-        ValueError: the cache is not one of a streamed model, or labels were passed too.
+        ValueError: a cache of transformers holds tokens or is of another class, or labels were passed, too.
     """
     use_cache = given.pop("use_cache", None)
     caches = [value for value in (given.pop(each, None) for each in CACHE_ARGUMENTS) if value is not None]
@@ -83,7 +83,7 @@ def read_new_tokens(given: dict[str, Any], name: str, vocab_size: int, cache: St
     Args:
         given: the arguments by name, after `take_cache`.
         name: of the model, for messages.
-        vocab_size: tokens that the model has embeddings for.
+        vocab_size: number of token embeddings of the model.
         cache: the tokens read before; may be empty.
 
     Raises:

@@ -68,12 +68,14 @@ class CacheForward:
     def attend(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """Compute the attention of a layer on one chunk, and store its keys and values; chunks come in order.
 
+        Keys that no later chunk sees are dropped.
+
         Args:
             layer: the layer.
-            chunk: the chunk.
-            q: its queries (B, H, C, D).
-            k: its keys (B, K, C, D).
-            v: its values.
+            chunk: this rank's rows of the chunk.
+            q: their queries (B, H, C, D).
+            k: their keys (B, K, C, D).
+            v: their values.
             scoring: scale, soft cap and sinks.
 
         Returns:

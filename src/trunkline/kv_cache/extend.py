@@ -1,8 +1,9 @@
 """The forward of new tokens over a cache: prefill, and each decoded token after it.
 
 Where everything rests on the device a chunk goes through all layers before the next chunk begins: nothing but keys and
-values is then as long as the sequence. With budgets, or over ranks, all chunks go through a layer before the next layer
-begins, as in training: keys and values that leave the device, and parameters that are gathered, move once for a layer.
+values is then as long as the sequence. With budgets, over ranks, or with sharded parameters, all chunks go through a
+layer before the next layer begins, as in training: keys and values that leave the device, and parameters that are
+gathered, move once for a layer.
 """
 
 from __future__ import annotations
@@ -54,14 +55,16 @@ def extend(
     cache: StreamedCache,
     new: NewTokens,
 ) -> Tensor:
-    """Read new tokens into a cache.
+    """Read new tokens into a cache; all ranks call this with the same tokens.
+
+    After an error the cache may be changed: the caller restores it with `StreamedCache.rollback`.
 
     Args:
         decoder: the model, with the parameters outside its layers unsharded.
         config: settings of `stream`.
-        ranks: share the sequence.
+        ranks: share the sequence. They divide the new tokens if these are more than a decode buffer holds.
         replay: random state, autocast and kernels of the forward.
-        cache: of this model.
+        cache: of this model; extended in place.
         new: the new tokens.
 
     Returns:

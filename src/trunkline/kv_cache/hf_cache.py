@@ -64,7 +64,7 @@ class HFCacheInterface(Cache, abc.ABC):  # type: ignore[misc]
 
     @property
     def max_batch_size(self) -> int:
-        """Rows."""
+        """Rows; 0 before the first forward."""
         return self._batch
 
     @property

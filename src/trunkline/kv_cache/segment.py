@@ -1,7 +1,7 @@
-"""Segments: keys and values of consecutive tokens, for all layers, in any tier; once written they do not change.
+"""Segments: keys and values of consecutive tokens, for all layers, in any tier.
 
-A cache is a list of segments. A prefill leaves one; decoded tokens become one whenever the decode buffer is full.
-Caches with a common prefix share its segments.
+Once written they do not change, but layers with a window drop chunks. A cache is a list of segments. A prefill appends
+one; decoded tokens become one whenever the decode buffer is full. Caches with a common prefix share its segments.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class KVFeed:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class KVSegment:
-    """Keys and values of tokens `start … stop - 1` of a sequence.
+    """This rank's part of the keys and values of tokens `start … stop - 1` of a sequence.
 
     Attributes:
         start: position of the first token.
@@ -97,7 +97,7 @@ class KVSegment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now, in any tier."""
+        """Bytes that this rank holds now, in any tier."""
         return sum(store.nbytes for store in self.kv)
 
     @property
@@ -155,14 +155,14 @@ class KVSegment:
         self, layer: int, first_key: int, stop: int, feed: Iterator[KVPair], longest: int,
         buffered: Buffered | None = None,
     ) -> Iterator[KVSpan]:  # fmt: skip
-        """Yield keys and values of a layer, those in buffers in long spans.
+        """Yield keys and values of a layer, those in buffers in long spans, each other chunk as a span.
 
         Args:
             layer: the layer.
-            first_key: position of the first key that is needed.
-            stop: position after the last key that is needed.
+            first_key: position of the first key that is needed; the spans begin with the chunk that has it.
+            stop: position after the last key that is needed; later keys are cut off.
             feed: gives the chunks of `streamed_order`.
-            longest: most keys in a span.
+            longest: most keys in a span of buffers.
             buffered: a store, and the number of chunks that are in its buffers; None for the layer's resident chunks.
         """
         store, count = buffered or self._resident(layer)
@@ -199,7 +199,7 @@ class KVSegment:
         return self.token_ranges[self.num_dropped[layer] - 1][1] if self.num_dropped[layer] else 0
 
     def drop_before(self, layer: int, first_key: int) -> None:
-        """Drop the streamed chunks of a layer whose tokens all lie before position `first_key`."""
+        """Drop the streamed chunks of a layer whose tokens all lie before position `first_key`; resident ones stay."""
         needed = self.first_chunk(first_key)
         if needed > max(self.num_dropped[layer], self.num_resident[layer]):
             self.kv[layer].drop(range(self.num_dropped[layer], needed))

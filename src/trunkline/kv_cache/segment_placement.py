@@ -29,11 +29,13 @@ def kv_token_bytes(state: StepState) -> list[tuple[int, int]]:
 
 
 def new_segment(state: StepState, cache: StreamedCache, row_masks: Sequence[Sequence[RowMask]]) -> SegmentWriter:
-    """Create a segment for new tokens, and place its stores, which become the step's stores.
+    """Create an empty segment for new tokens, this rank's part of it, and its writer.
+
+    With budgets this places its stores, which become the step's stores, and sets `cache.spare_bytes`.
 
     Args:
-        state: step of the new tokens.
-        cache: the cache that they extend.
+        state: step of the new tokens; its `stores` may be replaced.
+        cache: the cache that they extend; the segment is not appended to it yet.
         row_masks: for each layer, the mask of each row, or one for all rows.
 
     Raises:
@@ -96,7 +98,10 @@ def hidden_bytes(state: StepState) -> int:
 
 
 def _place(state: StepState, cache: StreamedCache, held: list[int], windowed: frozenset[int]) -> Placement:
-    """Place the stores so that the device keeps room for another prompt, or at least for decoding."""
+    """Place the stores so that the device keeps room for another prompt, or at least for decoding.
+
+    Sets `cache.spare_bytes` to the bytes left free.
+    """
     tiers = state.stores.tiers
     advice = advice_on(state.config, tiers, len(state.chunks[0]) * state.ranks.size)
     longest, hidden = max(map(len, state.rows)), hidden_bytes(state)

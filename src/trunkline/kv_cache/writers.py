@@ -21,7 +21,7 @@ class SegmentWriter:
 
     Args:
         segment: the segment.
-        windowed: layers with a sliding window, which drop earlier keys.
+        windowed: layers with a sliding window, which drop keys that lie before it.
         margin: tokens before the window that stay all the same.
         working_kv: makes the buffers that hold the first keys and values of the current layer on the device, where the
             segment has them in other tiers; None where the segment has them on the device.
@@ -43,7 +43,7 @@ class SegmentWriter:
         self._buffers: KVStore | None = None
 
     def append(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
-        """Store keys and values (B, K, C, D) of a chunk."""
+        """Store keys and values (B, K, C, D) of this rank's part of a chunk; chunks of a layer come in order."""
         if chunk.index == 0:
             self.end_layer()
         if len(self.segment.chunks) == 1:  # kept without a copy: a view would hold the queries projected with it
@@ -73,8 +73,8 @@ class SegmentWriter:
             chunk: the chunk.
             pair: its own keys and values.
             feed: gives streamed chunks.
-            longest: most keys in a span.
-            bottom_right: the chunk's own keys may be in one span with keys before them.
+            longest: most keys in a span of chunks in buffers; any other chunk is a span of its own.
+            bottom_right: without effect here: the chunk's own keys are a span of their own.
         """
         start = self.segment.token_ranges[chunk.index][0]
         yield from self.segment.spans(layer, first_key, start, feed, longest, self._buffered(layer, chunk))
@@ -86,7 +86,10 @@ class SegmentWriter:
         return self.segment.chunk_spans(layer, first_key, start, feed, self._buffered(layer, chunk))
 
     def drop_before(self, layer: int, first_key: int) -> None:
-        """Drop keys and values that lie before the margin of a window that begins at `first_key`."""
+        """Drop streamed chunks that lie wholly before the margin of a window that begins at `first_key`.
+
+        Resident chunks stay. Does nothing for a layer without a window.
+        """
         if layer in self._windowed:
             self.segment.drop_before(layer, first_key - self._margin)
 
@@ -107,7 +110,7 @@ class SegmentWriter:
 
 
 class DecodeBuffer:
-    """The last tokens of a cache, in device buffers that new tokens are written into.
+    """The last tokens of a cache, in device buffers that new tokens are written into; every rank has all of them.
 
     Args:
         start: position of the first token.
@@ -141,7 +144,7 @@ class DecodeBuffer:
         return sum(x.nbytes for pair in self._buffers if pair is not None for x in pair)
 
     def append(self, layer: int, chunk: Chunk, pair: KVPair) -> None:
-        """Write keys and values (B, K, C, D) of new tokens behind the last token."""
+        """Write keys and values (B, K, C, D) of new tokens behind the last token; `commit` counts them."""
         self._num_new = len(chunk)
         buffers = self._buffers[layer]
         if buffers is None:
@@ -165,7 +168,10 @@ class DecodeBuffer:
         self, layer: int, first_key: int, chunk: Chunk, pair: KVPair, feed: Iterator[KVPair], longest: int, *,
         bottom_right: bool,
     ) -> Iterator[KVSpan]:  # fmt: skip
-        """Yield all keys and values up to the new tokens'; see `SegmentWriter.spans`."""
+        """Yield all keys and values in the buffers, then the new tokens' in a span of their own.
+
+        With `bottom_right` both are one span. Of the other arguments only `layer`, `chunk` and `pair` have an effect.
+        """
         if bottom_right:
             yield KVSpan(*self.view(layer, self.num_tokens + len(chunk)), self.start)
             return
@@ -183,16 +189,16 @@ class DecodeBuffer:
         return buffers[0][:, :, :stop], buffers[1][:, :, :stop]
 
     def reset(self, start: int) -> None:
-        """Empty the buffers; the next token is at position `start`."""
+        """Forget all tokens but keep the buffers; the next token is at position `start`."""
         self.start, self.num_tokens = start, 0
 
     def crop(self, stop: int) -> None:
-        """Forget the tokens from position `stop` on."""
+        """Forget the tokens from position `stop` on; the buffers keep their size."""
         self.start = min(self.start, stop)
         self.num_tokens = min(self.num_tokens, stop - self.start)
 
     def select_rows(self, rows: list[int], stores: Stores) -> DecodeBuffer:
-        """Return a copy with these rows of the batch, counted by `stores`."""
+        """Return a copy with these rows of the batch, in this order and with repeats, counted by `stores`."""
         new = DecodeBuffer(self.start, len(rows), self._num_layers, self.capacity, stores)
         new.num_tokens = self.num_tokens
         for layer, pair in enumerate(self._buffers):

@@ -1,7 +1,7 @@
 """Model of a recipe: fresh weights of a preset, or a local Hugging Face folder.
 
-All limits of lengths are checked here, before training: a context longer than the positions of a model is an error,
-never a silent extrapolation.
+The context is checked here, before training: a context longer than the positions of a model is an error, never a silent
+extrapolation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from trunkline.data.tokenizers import BYTES, Encoder
+from trunkline.train.load_recipe import RecipeError
 from trunkline.train.presets import PRESETS
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
 from trunkline.utils.error_text import first_line
 
 
@@ -61,6 +61,8 @@ def build_config(recipe: Recipe, encoder: Encoder) -> Any:
 def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
     """Build the model on its device, in training mode, from fresh or stored weights.
 
+    Fresh weights are drawn from the recipe's seed, which seeds PyTorch's global generators.
+
     Args:
         recipe: the recipe.
         config: config of `build_config`.
@@ -70,7 +72,7 @@ def build_model(recipe: Recipe, config: Any, device: torch.device) -> nn.Module:
         A Hugging Face causal language model in `model.dtype`.
 
     Raises:
-        RecipeError: the folder's weights are missing or do not fit the config.
+        RecipeError: no model can be made with the overrides, or the folder's weights are missing or do not fit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +163,7 @@ def _model_folder(path: str) -> Path:
 
 
 def _override(config: Any, overrides: dict[str, Any]) -> Any:
-    """Return a new config with fields replaced, so that its class derives dependent fields again."""
+    """Return a config with fields replaced; its class derives dependent fields (head_dim, layer_types) again."""
     if not overrides:
         return config
     fields = config.to_dict()
@@ -188,7 +190,7 @@ def _override(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 def _merge_rope(fields: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """Merge changed rope settings into the config's; keep its base and original length."""
+    """Merge changed rope settings into the config's; scaled ones also get the length before scaling."""
     merged = {**(fields.get("rope_parameters") or {}), **changed}
     if merged.get("rope_type", "default") != "default":
         merged.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])

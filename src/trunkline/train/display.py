@@ -96,7 +96,7 @@ class RunHeader:
     evaluate_every: int | None = None
 
     def evaluations_after(self, step: int) -> int:
-        """Return how many evaluations follow step `step` (counted from 1) and its own evaluation."""
+        """Return how many evaluations are left after step `step` (counted from 1), its own not counted."""
         if self.evaluate_every is None or step >= self.steps:
             return 0
         due = self.steps // self.evaluate_every + (self.steps % self.evaluate_every > 0)
@@ -108,7 +108,7 @@ class RunHeader:
 
 
 class Display:
-    """Receiver of a run's events, in this order; it prints every `log_every`-th step, the first and the last.
+    """Receiver of a run's events; this one prints plain lines, of every `log_every`-th step, the first and the last.
 
     Args:
         console: output; None shows nothing.
@@ -121,7 +121,7 @@ class Display:
         self._evaluation: EvaluationRecord | None = None
 
     def note(self, text: str) -> None:
-        """Show a line about the preparations."""
+        """Show a note of one line."""
         self._print(text, "dim")
 
     def begin(self, header: RunHeader) -> None:
@@ -137,7 +137,7 @@ class Display:
         """Note the position of the sweep; called before the work of each chunk."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a finished step."""
+        """Keep the metrics of a finished step, and show it if it is logged."""
         self._history.append(metrics)
         if self._header.is_logged(metrics.step):
             left = self._seconds_after(metrics.step, self._header.evaluations_after(metrics.step - 1))
@@ -230,7 +230,7 @@ class LiveDisplay(Display):
             self._live.stop()
 
     def seconds_left(self) -> float | None:
-        """Return the seconds to the end of the run; None before 3% of the first step are done."""
+        """Estimate the seconds to the end of the run; None before 3% of the first step are done."""
         steps, done = len(self._history), self._step_progress.fraction
         if steps:
             evaluations = self._header.evaluations_after(steps - (self._evaluating is not None))
@@ -290,7 +290,7 @@ class LiveDisplay(Display):
 
 
 def typical_seconds(seconds: Sequence[float]) -> float:
-    """Return the median of the last five steps: the first step is slow, and machines are shared."""
+    """Return the median (the higher of two) of the last five steps: the first is slow, and machines are shared."""
     return statistics.median_high(seconds[-5:])
 
 
@@ -305,7 +305,7 @@ def step_line(metrics: StepMetrics, steps: int) -> str:
 
 
 def evaluating_text(where: EvaluateProgress) -> str:
-    """Return the task of an evaluation that runs now, with its length and number."""
+    """Return the task or document that an evaluation reads now, with its length and number; `writing` at the end."""
     if not where.what:
         return "writing"
     name = where.what if len(where.what) <= 20 else f"…{where.what[-19:]}"

@@ -1,8 +1,8 @@
 """Evaluation between two training steps, of the same streamed model on the same ranks.
 
 It does not change later losses by a bit: mode and random state are restored, and the clock and the statistics of steps
-leave it out. Memory is that of a forward sweep, so it fits where a step of the same length does. Replicas all evaluate
-the same samples.
+leave it out. Memory is that of a forward sweep, so it fits where a step of the same length does; generated answers also
+hold the keys and values of all layers. Replicas all evaluate the same samples.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trunkline.evaluate import (
     token_documents,
 )
 from trunkline.hf import probe
+from trunkline.train.load_recipe import RecipeError
 from trunkline.train.part_timer import PartTimer
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EvaluationRecord:
     Attributes:
         step: step before the evaluation, counted from 1.
         seconds: duration of the evaluation.
-        loss: mean over all tokens of the held-out files, in nats a token; None without files.
+        loss: mean over all predicted tokens of the held-out files, in nats a token; None without files.
         perplexity: exponential of the loss; None without files and where it overflows.
         loss_tokens: predicted tokens of the held-out files.
         scores: share of answers retrieved by way (`forced`, `generated`), task and length.
@@ -94,11 +94,12 @@ class Evaluator:
     Args:
         recipe: a recipe with `evaluate.every`.
         encoder: tokenizer of the recipe.
-        trained_on: files of `data.files`.
+        trained_on: files of `data.files`; a note tells of held-out files among them.
         tell: called with notes for the user.
 
     Raises:
-        ValueError: a length is too short for a task, or a file does not exist.
+        ValueError: a length is too short for a task, the tokenizer cannot write a task, or a file cannot be read or
+            holds no text.
     """
 
     def __init__(
@@ -152,13 +153,13 @@ class Evaluator:
     def run(
         self, model: nn.Module, step: int, clock: PartTimer, progress: Callable[[EvaluateProgress], None] | None = None
     ) -> tuple[EvaluationRecord, Evaluation]:
-        """Evaluate the model; all ranks call this.
+        """Evaluate the model, and reset its `trunkline.stats`; all ranks call this.
 
         Args:
             model: the streamed model.
             step: step before the evaluation, counted from 1.
             clock: clock of the steps; it drops the time of the evaluation.
-            progress: called with the position of the evaluation.
+            progress: called with the position of the evaluation, before each sample and at the end.
 
         Returns:
             Summary of the evaluation, and the evaluation.

@@ -32,7 +32,7 @@ class ProcessMemorySampler:
         self._thread = threading.Thread(target=self._run, name="trunkline-memory", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Take the first sample, and start the thread."""
         self.sample()
         self._thread.start()
 
@@ -77,11 +77,11 @@ class CudaMemorySampler:
         self._last: Mark | None = None
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Take the first sample."""
         self.sample()
 
     def sample(self) -> tuple[int, int]:
-        """Return the bytes held now, and the peak since the last sample."""
+        """Return the bytes allocated now, and the peak since the last sample; reset PyTorch's own peak."""
         counted = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self._device)
         held, most, mark = counted["current"], counted["peak"], self._clock.now()

@@ -20,7 +20,7 @@ def learning_rate(step: int, *, steps: int, settings: OptimizerSection) -> float
         settings: The optimizer's settings.
 
     Returns:
-        Rate above 0 at every step, `lr` at the end of the warm-up.
+        The rate: `lr` at the end of the warm-up; 0 only at the last step, where `min_lr_ratio` is 0.
     """
     warmup = settings.warmup_steps
     if step < warmup:
@@ -32,10 +32,11 @@ def learning_rate(step: int, *, steps: int, settings: OptimizerSection) -> float
 
 
 class Optimizer:
-    """AdamW over a model's trainable parameters.
+    """AdamW over a model's trainable parameters; of sharded ones, over this rank's shards.
 
-    bfloat16 has 8 bits of mantissa: an update smaller than 1/256 of a weight is lost. So with `fp32_master` AdamW works
-    on float32 copies, and the parameters are their rounded images. It costs 4 bytes a parameter.
+    bfloat16 has 8 bits of mantissa: an update smaller than 1/256 of a weight is lost. So with `fp32_master`, where a
+    parameter is bfloat16, AdamW works on float32 copies, and the parameters are their rounded images. The copies cost 4
+    bytes a parameter, and gradients are collected in float32, too.
 
     Args:
         model: Its trainable parameters are optimised.
@@ -71,8 +72,10 @@ class Optimizer:
     def collect(self) -> torch.Tensor:
         """Add the gradients of a micro-batch to those collected since the last step, in the masters' type.
 
+        The parameters' own gradients are set to None. Over ranks every rank must call this.
+
         Returns:
-            The global norm of all that has been collected, a float32 scalar.
+            The norm of all that has been collected, over the shards of all ranks: a float32 scalar.
         """
         for parameter, optimised in zip(self.parameters, self.optimised, strict=True):
             if parameter.grad is None:
@@ -89,7 +92,7 @@ class Optimizer:
 
         Args:
             lr: Learning rate of this step.
-            scale: Factor for the gradients, 1 for none (clipping).
+            scale: Factor on the gradients, from `clip_scale`; 1 changes nothing.
         """
         if scale != 1.0:
             torch._foreach_mul_([local(x.grad) for x in self.optimised if x.grad is not None], scale)

@@ -1,8 +1,8 @@
 """Output folder of a run: complete, or absent.
 
 A run works in a sibling folder of its own, `<output>.partial-<pid>`, where `metrics.jsonl` can be followed. At the end
-the model is saved there and the folder is renamed into place. A run that stops before its first step leaves nothing;
-one that stops later leaves its metrics, and says where.
+the model is saved there and the folder is renamed into place. A run that fails before the end of its first step leaves
+nothing; one that fails later leaves its metrics, and says where.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from trunkline.evaluate import Evaluation, write_evaluation
 from trunkline.train.evaluating import EvaluationRecord
+from trunkline.train.load_recipe import RecipeError, dump_recipe
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError, dump_recipe
 from trunkline.train.step_metrics import StepMetrics
 from trunkline.utils.atomic_dir import replace_dir
 
@@ -31,13 +31,13 @@ EVALUATIONS, EVALUATION = "evaluations.jsonl", "evaluation"
 
 
 class OutputFolder:
-    """Output of one run, as a context manager.
+    """Output of one run, as a context manager; over ranks only rank 0 has one.
 
     Args:
         recipe: recipe of the run, with `output` and `overwrite`; it is written beside the model.
 
     Raises:
-        RecipeError: the folder exists and may not be replaced, or its parent cannot be written.
+        RecipeError: the folder exists and may not be replaced; or, when the context is entered, it cannot be made.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -70,7 +70,7 @@ class OutputFolder:
         self.num_steps += 1
 
     def write_evaluation(self, record: EvaluationRecord, evaluation: Evaluation) -> list[str]:
-        """Append a line to `evaluations.jsonl`, and replace the results in `evaluation/`.
+        """Append a line to `evaluations.jsonl`, and write the results to `evaluation/` over earlier ones.
 
         Returns:
             Notes on files that were left out, with the fix.
@@ -79,16 +79,21 @@ class OutputFolder:
         return write_evaluation(evaluation, self.partial / EVALUATION).notes
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file of the folder, such as `plan.json`."""
+        """Write or replace a file of the folder, such as `plan.json`."""
         (self.partial / name).write_text(text, encoding="utf-8")
 
     def finish(self, model: nn.Module, tokenizer: Any, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save model, tokenizer and resolved recipe, and put the folder in place.
 
+        The recipe is saved with `overwrite: false`. An earlier run in the place is deleted if `overwrite` allows it.
+
         Args:
             model: a Hugging Face model.
             tokenizer: its tokenizer.
-            state_dict: all its parameters, if it is sharded over processes.
+            state_dict: all its parameters, if it is sharded over processes; None for the model's own.
+
+        Raises:
+            RecipeError: another run has taken the place meanwhile.
         """
         model.save_pretrained(self.partial / MODEL, state_dict=state_dict)  # type: ignore[operator]
         tokenizer.save_pretrained(self.partial / MODEL)
@@ -116,7 +121,11 @@ class OutputFolder:
 
 
 def json_line(record: StepMetrics | EvaluationRecord) -> str:
-    """Return a record as one line of JSON."""
+    """Return a record as one line of JSON, with the line's end.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
+    """
     return json.dumps(asdict(record), allow_nan=False) + "\n"
 
 

@@ -29,15 +29,15 @@ class PartTimer:
         self._last: list[tuple[str, Mark]] = []  # of the finished step
 
     def enter(self, part: str) -> None:
-        """Begin a part; without effect in the same part."""
+        """End the current part and begin another; without effect if it is the same."""
         if not self._marks or self._marks[-1][0] != part:
             self._marks.append((part, self.now()))
 
     def stop(self) -> dict[str, float]:
-        """End the step.
+        """End the step; on CUDA this waits for all work of the device.
 
         Returns:
-            Seconds of each of `PARTS`; their sum is the time of the step.
+            Seconds of each of `PARTS`, 0 for one that was not entered; their sum is the time of the step.
         """
         self._marks.append(("", self.now()))
         if self._on_cuda:
@@ -67,7 +67,7 @@ class PartTimer:
         return self._marks[0][1]
 
     def now(self) -> Mark:
-        """Return a mark behind all work launched so far."""
+        """Return a mark of this moment; on CUDA, of the end of all work launched so far."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -25,6 +25,9 @@ def meta_model_of(recipe: Recipe, config: Any = None) -> MetaModel:
         recipe: the recipe.
         config: config of its model; None builds it.
 
+    Returns:
+        The model in training mode.
+
     Raises:
         ValueError: the recipe's model cannot be made, or cannot be streamed.
     """
@@ -35,7 +38,11 @@ def meta_model_of(recipe: Recipe, config: Any = None) -> MetaModel:
 
 
 def job_of(recipe: Recipe) -> TrainingJob:
-    """Convert a recipe to a job; the plan chooses the settings that the recipe leaves at their defaults."""
+    """Convert a recipe to a job, which fixes the settings that the recipe gives.
+
+    The plan chooses settings of streaming that the recipe leaves out or sets to null, a `chunk_size` of `auto`, and the
+    mesh and sharding where `ranks` has its default values. Otherwise both are fixed; `ranks.dp` null is one replica.
+    """
     given = recipe.model_fields_set
     fixed = {name: value for name, value in recipe.stream_settings.items() if name in given and value is not None}
     if fixed.get("chunk_size") == "auto":
@@ -52,14 +59,14 @@ def job_of(recipe: Recipe) -> TrainingJob:
 
 
 def sharding_spec_of(recipe: Recipe) -> ShardingSpec:
-    """Return the sharding of a recipe's parameters over its processes."""
+    """Return the sharding of a recipe's parameters; float32 masters, where it has them, are sharded."""
     ranks = recipe.ranks
     masters = recipe.optimizer.fp32_master and recipe.model.dtype != "float32"
     return ShardingSpec(ranks.zero, torch.float32 if masters else None, offload=ranks.offload)
 
 
 def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe with the settings of a plan."""
+    """Return the recipe with the settings of a plan, its context included."""
     settings = plan.settings
     budgets = {"host_budget": None, **settings["memory"]}  # no host memory, unless the plan reserves some
     chosen = {"context": plan.job.context, **settings["streaming"], **budgets, "ranks": settings["ranks"]}

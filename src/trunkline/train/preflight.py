@@ -20,9 +20,9 @@ from trunkline.plan.hardware import Hardware, NoFigures, profile_of
 from trunkline.plan.meta_model import MetaModel
 from trunkline.plan.model_states import AdamWSpec, loading_bytes
 from trunkline.plan.search_space import MOST_CHUNKS
+from trunkline.train.load_recipe import RecipeError
 from trunkline.train.planning import meta_model_of, sharding_spec_of
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
 from trunkline.train.world import World
 from trunkline.units import format_bytes, parse_bytes
 from trunkline.utils.host_limits import free_bytes
@@ -42,7 +42,7 @@ class PreflightResult:
         recipe: recipe with the chosen chunk size.
         estimate: estimate of a step; None on ranks other than 0, and where none can be made.
         hardware: profile of this machine; None where there is none.
-        before: bytes that the process held before, by holder.
+        before: bytes that the process held before, by holder; empty on CUDA.
         note: note for the user; empty for none.
     """
 
@@ -74,17 +74,23 @@ class PreflightResult:
 def preflight(
     recipe: Recipe, config: Any, world: World, device: torch.device, notify: Notify = lambda _: None
 ) -> PreflightResult:
-    """Estimate a step, on rank 0, and stop a run that cannot fit.
+    """Estimate a step on rank 0, choose a chunk size in place of `auto`, and stop a run that cannot fit.
+
+    With tensor parallelism, or a model that cannot be estimated, nothing is checked, and a note says so.
 
     Args:
         recipe: recipe of the run.
         config: config of its model.
         world: processes of the run, all of which call this.
         device: device of this process.
-        notify: called with a line for each chunk size, where several are tried.
+        notify: called on rank 0 with a line for each chunk size, where several are tried.
+
+    Returns:
+        The recipe with a chunk size in tokens, equal on all ranks, and on rank 0 the estimate.
 
     Raises:
-        RecipeError: it does not fit; the text names the tier, the shortfall and the fix.
+        RecipeError: on rank 0: it does not fit; the text names the tier, the shortfall and the fix.
+        RankError: on another rank: rank 0 has failed.
     """
     usual = StreamConfig(chunk_size=recipe.chunk_size).chunk_tokens(device)
     unchecked = recipe.model_copy(update={"chunk_size": usual})
@@ -173,7 +179,7 @@ def _step(
 
 
 def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: dict[str, int]) -> None:
-    """Refuse a model that a process cannot build in free memory.
+    """Refuse a model that a process cannot build whole in its share of free host memory, before it is sharded.
 
     Raises:
         RecipeError: it takes more.
@@ -196,7 +202,7 @@ def _check_loading(recipe: Recipe, meta_model: MetaModel, world: World, free: di
 
 
 def _check(recipe: Recipe, estimated: Estimate, free: dict[str, int], chunk: int) -> None:
-    """Refuse a step that takes more than is free.
+    """Refuse a step that takes more in a tier than is free for this process.
 
     Raises:
         RecipeError: it takes more.

@@ -1,8 +1,8 @@
 """The recipe: every setting of `trunkline train`, with its type, default and meaning.
 
-Settings of streaming are made from `declared_settings()`; all others are declared here. `train.settings` reads YAML
-files and the command line into a `Recipe`, and docs/settings.md is made from it. Lengths and sizes are global: of the
-whole sequence and the whole batch, not per device.
+Settings of streaming are made from `declared_settings()`; all others are declared here. `train.load_recipe` reads YAML
+files and the command line into a `Recipe`, and docs/settings.md is made from it. Lengths and batch sizes are global: of
+the whole sequence and of all replicas. Budgets of bytes are those of one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _as_tokens(value: Any) -> Any:
 
 
 def _as_list(value: Any) -> Any:
-    """Return a list for one value, for text with commas, or for null, as people write lists."""
+    """Return a tuple for one integer, for text with commas, or for null (empty); anything else as it is."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if value is None:
@@ -137,7 +137,7 @@ class OptimizerSection(_Section):
 
 
 class RanksSection(_Section):
-    """The mesh of the processes that torchrun starts, and how parameters are sharded over it."""
+    """Mesh of the processes that torchrun starts, and sharding of parameters over it."""
 
     dp: Count | None = Field(default=None, description="replicas, each with its own samples; null takes the rest")
     sp: Count = Field(default=1, description="processes that share a sequence, by heads in attention (Ulysses)")
@@ -270,7 +270,7 @@ class Recipe(_Streaming):
 
     @property
     def stream_settings(self) -> dict[str, Any]:
-        """Keyword arguments of `trunkline.stream`, by name."""
+        """Settings of streaming by name: keyword arguments of `trunkline.stream`, without `mesh` and `progress`."""
         return {name: getattr(self, name) for name in _STREAMING}
 
     @field_validator("device")
@@ -299,5 +299,5 @@ class Recipe(_Streaming):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step (global)."""
+        """Tokens of one optimizer step, over all ranks."""
         return self.context * self.batch_size * self.gradient_accumulation

@@ -35,9 +35,9 @@ class TrainResult:
     """Result of a run.
 
     Attributes:
-        output: output folder.
-        steps: metrics of all steps.
-        cut: report of the data used.
+        output: absolute path of the output folder.
+        steps: metrics of all steps; memory, parts and lanes in them are this rank's.
+        cut: report of the data used and dropped.
         evaluations: records of the evaluations during the run.
     """
 
@@ -50,19 +50,21 @@ class TrainResult:
 def train(recipe: Recipe, display: Display, world: World | None = None, log: RankLog | None = None) -> TrainResult:
     """Train by a recipe and write its output folder.
 
+    An error before the end of the first step leaves nothing on disk. After a later one the metrics stay, and a note of
+    the error says where.
+
     Args:
         recipe: settings.
         display: display of the run.
         world: processes of the run, all of which call this; None for this one alone.
-        log: output of `display` on a rank other than 0.
+        log: output of `display` on a rank other than 0; it goes to a file in the output folder.
 
     Returns:
-        The output folder, and the metrics of all steps.
+        The output folder, the metrics of all steps, the report of the data, and the evaluations.
 
     Raises:
-        ValueError: recipe, data or model folder is wrong; the text names the setting and the fix, and nothing was
-            written.
-        TrainingDivergedError: loss or gradient became non-finite.
+        ValueError: recipe, data or model folder is wrong; the text names the setting and the fix.
+        TrainingDivergedError: loss or gradient norm became non-finite.
         RankError: another process of the run failed.
     """
     world = world or World()
@@ -147,7 +149,10 @@ def _train(recipe: Recipe, display: Display, world: World, log: RankLog | None) 
 def _model(
     recipe: Recipe, config: Any, device: torch.device, world: World, display: Display
 ) -> tuple[nn.Module, int | None, float]:
-    """Build the model and shard it over the processes; return it, its FLOPs a sample, and attention's share of them."""
+    """Build the model and shard it; return it, its FLOPs a sample, and attention's share of them.
+
+    Where FLOPs cannot be counted they are None, and the share 0.5.
+    """
     ranks, parallel_dims, dtype = recipe.ranks, world.parallel_dims, recipe.model.dtype
     sharded = bool(ranks.zero) and (parallel_dims.dp * parallel_dims.sp * parallel_dims.cp > 1 or ranks.offload)
     # With sharding, the shards are the float32 masters; gathering them rounds to the model's dtype.

@@ -13,20 +13,22 @@ import torch
 class StepMetrics:
     """Metrics of one optimizer step. The fields are the keys of a line of `metrics.jsonl`.
 
+    Loss, norm, tokens and FLOPs are all ranks'; memory, seconds and lanes are this rank's.
+
     Attributes:
         step: number of the step, counted from 1.
         loss: mean over all valid tokens of the step (all micro-batches), in nats a token.
         grad_norm: global norm before clipping.
         lr: learning rate.
-        tokens: tokens of the step (global).
-        tokens_per_second: tokens by the seconds of all parts.
+        tokens: tokens of the step.
+        tokens_per_second: tokens divided by the seconds of all parts.
         model_flops: FLOPs of the step, causal attention exact, recomputation not counted; None if not countable.
-        flops_per_second: `model_flops` by the seconds of all parts.
+        flops_per_second: `model_flops` divided by the seconds of all parts.
         peak_memory_bytes: CUDA: most memory allocated in the step; CPU: most resident memory of the process so far.
         seconds: seconds of each part: data, embed, forward, head, backward, optimizer.
         tiers: most bytes that the engine held in each tier: device, host, disk.
-        lanes: for fetch and stash, `bytes` moved, `gb_per_second` (10^9 bytes) while the lane worked, and
-            `exposed_seconds` that compute waited for it.
+        lanes: for fetch, stash, and over ranks comm: `bytes` moved, `gb_per_second` (10^9 bytes) while the lane worked,
+            and `exposed_seconds` that compute waited for it.
     """
 
     step: int
@@ -44,12 +46,12 @@ class StepMetrics:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes over all lanes."""
+        """Bytes moved over all lanes of this rank."""
         return int(sum(lane["bytes"] for lane in self.lanes.values()))
 
     @property
     def exposed_share(self) -> float:
-        """Share of the step that compute waited for the lanes."""
+        """Share of the step in which compute waited for lanes."""
         return sum(lane["exposed_seconds"] for lane in self.lanes.values()) / self.total_seconds
 
     @property
@@ -59,7 +61,7 @@ class StepMetrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes: allocated since the last reset on CUDA, resident in the process so far on a CPU."""
+    """Return this process's peak bytes: on CUDA allocated since the last reset, on a CPU resident so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -45,7 +45,7 @@ _MIN_WAIT = 1e-5  # seconds: a shorter wait was for a move that had already ende
 
 
 class StepRecorder:
-    """Recorder of one step.
+    """Recorder of one step on this rank.
 
     Args:
         model: the model, streamed before the step begins.
@@ -79,7 +79,7 @@ class StepRecorder:
 
     @property
     def device_peak(self) -> int:
-        """Peak bytes of the device in the step."""
+        """Peak bytes of this rank's device in the recorded step, up to the last sample."""
         return self._peaks["device"]
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ class StepRecorder:
                 tiers.lanes.log = None
 
     def progress(self, position: Progress) -> None:
-        """Sample at the beginning of a chunk."""
+        """Sample at the beginning of a chunk; does nothing outside of `recording`."""
         if not self.is_active:
             return
         label = position.part if position.layer < 0 else f"{position.part} {position.layer}"
@@ -122,7 +122,10 @@ class StepRecorder:
         self._sample(mark)
 
     def stop(self) -> None:
-        """Take the last sample: all work of the step is launched, and the timer still runs."""
+        """Take the last sample, when all work of the step is launched and the timer still runs.
+
+        Does nothing outside of `recording`.
+        """
         if not self.is_active:
             return
         self._count_states()
@@ -185,7 +188,7 @@ class StepRecorder:
             self._holders[tier] = self._tallies[tier].parts_at_peak + self._states[tier]
 
     def _count_states(self) -> None:
-        """Record the bytes of parameters, optimizer states and gradients in each tier."""
+        """Count this rank's bytes of parameters, optimizer states and gradients in each tier."""
         assert self._optimizer is not None
         masters = self._optimizer.optimised if self._optimizer.has_masters else []
         states = self._optimizer.adamw.state.values()

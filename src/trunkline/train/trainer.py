@@ -54,11 +54,11 @@ class Trainer:
         clock: timer of the parts of a step.
         display: display of the run.
         device: device of the model.
-        flops_per_sample: model FLOPs of one sample; None if unknown.
+        flops_per_sample: model FLOPs of one sample, over all ranks; None if unknown.
         world: processes of the run.
         stats: function that returns `trunkline.Stats` of the model.
-        recorder: recorder of one of the steps; None for none.
-        timeline: timeline of that step, once it is over.
+        recorder: recorder of one of the steps on this rank; None for none.
+        timeline: timeline of that step, once it is over; None before.
     """
 
     recipe: Recipe
@@ -78,7 +78,7 @@ class Trainer:
         self._order = SampleOrder(len(self.samples), self.recipe.seed)
 
     def step(self, index: int) -> StepMetrics:
-        """Run one optimizer step.
+        """Run one optimizer step; all ranks call this, and each replica takes its share of every micro-batch.
 
         Args:
             index: number of the step, counted from 0.
@@ -129,7 +129,7 @@ class Trainer:
         return self._record(index, loss, grad_norm, rate, seconds)
 
     def _micro_batches(self, index: int) -> list[torch.Tensor]:
-        """Return token ids (B, S), int64, of each micro-batch. They depend on the seed and the step only."""
+        """Return each micro-batch's token ids (B, S), int64 on the CPU, of all replicas; seed and step decide them."""
         recipe = self.recipe
         per_step = recipe.batch_size * recipe.gradient_accumulation
         chosen = self._order.take(index * per_step, per_step)

@@ -21,8 +21,8 @@ import trunkline
 from trunkline.distributed import failure
 from trunkline.distributed.mesh import REPLICA_AXES, SEQUENCE_AXES, ParallelDims, flatten_axes, parallel_dims_of
 from trunkline.distributed.state_dict import full_state_dict
+from trunkline.train.load_recipe import RecipeError
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import RecipeError
 from trunkline.utils.devices import parse_device
 
 # Timeout of collectives during steps: so many times the seconds of a step, and at least so long.
@@ -38,7 +38,7 @@ class RankLog(io.StringIO):
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
-        """Write the kept output to a file, and all later output too."""
+        """Write the kept output to a new file, and all later output too; a file of that name is replaced."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w", encoding="utf-8")
         self._file.write(self.getvalue())
@@ -81,11 +81,11 @@ class World:
 
     @property
     def local_size(self) -> int:
-        """Number of processes of the run on this machine."""
+        """Number of processes of the run on this machine, as torchrun says; 1 where it does not."""
         return 1 if self.mesh is None else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def sum_over_replicas(self, value: float) -> float:
-        """Return the sum over replicas of a number that is equal on all ranks of a replica."""
+        """Return the sum over replicas of a number that is equal on all ranks of a replica; all ranks call this."""
         if self.mesh is None or self.parallel_dims.dp == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device_type)
@@ -93,18 +93,26 @@ class World:
         return float(total)
 
     def share_folder(self, folder: Path | None) -> Path:
-        """Broadcast rank 0's folder to all ranks; the other ranks pass None."""
+        """Broadcast rank 0's folder to all ranks; the other ranks pass None and wait for it.
+
+        Raises:
+            RankError: another rank failed meanwhile.
+        """
         if self.mesh is None:
             assert folder is not None
             return folder
         return Path(failure.broadcast_text("output", None if folder is None else str(folder)))
 
     def expect_step_seconds(self, seconds: float) -> None:
-        """Set the timeout of collectives from the expected seconds of a step, so that a lost rank is noticed soon."""
+        """Set the timeout of collectives to 20 steps, at least 3 minutes, so that a lost rank is noticed soon.
+
+        Args:
+            seconds: expected seconds of a step.
+        """
         self._set_timeout(max(_MIN_TIMEOUT, timedelta(seconds=_TIMEOUT_STEPS * seconds)))
 
     def allow_long_waits(self) -> None:
-        """Set a long timeout of collectives, for work outside of steps."""
+        """Set the timeout of collectives to an hour, for work outside of steps."""
         self._set_timeout(_LONG_TIMEOUT)
 
     def _set_timeout(self, timeout: timedelta) -> None:
@@ -114,7 +122,11 @@ class World:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def barrier(self) -> None:
-        """Wait until all processes have called this."""
+        """Wait until all processes have called this.
+
+        Raises:
+            RankError: another rank failed meanwhile.
+        """
         if self.mesh is not None:
             with failure.guard():
                 dist.barrier()
@@ -129,11 +141,14 @@ class World:
 
         Args:
             model: the model.
-            dtype: dtype of the parameters of the file, if the model is sharded.
+            dtype: dtype of the returned parameters; without effect for a single process.
 
         Returns:
-            A model without weights of the same class and config, and all parameters on the host of rank 0; for a single
-            process the model itself and None.
+            For a single process the model itself and None. Otherwise a model of the same config without values, and all
+            parameters and buffers in host memory; on ranks other than 0 these are an empty dict.
+
+        Raises:
+            RankError: another rank failed meanwhile.
         """
         if self.mesh is None:
             return model, None
@@ -149,8 +164,15 @@ class World:
 def join(recipe: Recipe) -> World:
     """Join the other processes of the run, if torchrun has started several.
 
+    A single process with `ranks.offload` forms a process group of its own.
+
+    Returns:
+        The processes of the run; without a mesh for any other single process.
+
     Raises:
-        ValueError: `ranks` asks for several processes, and there is one; or does not make up their number.
+        ValueError: `ranks` does not make up the number of processes, `device` does not exist or names one device for
+            several processes, or `batch_size` is no multiple of `ranks.dp`.
+        RankError: another rank failed meanwhile.
     """
     ranks = recipe.ranks
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -184,7 +206,7 @@ def join(recipe: Recipe) -> World:
 
 
 def _set_single_rank() -> None:
-    """Set the environment variables that torchrun sets, for a single process."""
+    """Set the environment variables that torchrun sets, for a single process; those that exist stay."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -195,7 +217,7 @@ def _set_single_rank() -> None:
 
 
 def expected_seconds(flops: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds of so many FLOPs on one device, at the speed of one matrix product there."""
+    """Estimate the seconds of `flops` FLOPs on one device, by timing a matrix product there."""
     size = 512 if device.type == "cpu" else 8_192
     a = torch.randn(size, size, device=device, dtype=dtype)
     times = []

@@ -46,11 +46,13 @@ def score_continuations(
         model: a streamed model in evaluation mode.
         requests: continuations.
         batch_size: rows at a time: whole sequences, or continuations of one context.
-        share: read a context once for all its continuations, and a common beginning of contexts once for all of them.
-            This holds keys and values of all layers; whole rows hold those of one layer.
+        share: read a context once for all its continuations, and a long common beginning of contexts once for all of
+            them. This holds keys and values of all layers; whole rows hold those of one layer. A continuation of more
+            than 256 tokens is always a whole row.
 
     Yields:
-        Index of a request, in any order, its log likelihood, and whether each of its tokens was the most likely one.
+        Index of a request, in any order, and a pair: its log likelihood, and whether each of its tokens was the most
+        likely one. A continuation without tokens scores (0, True).
 
     Raises:
         ValueError: keys and values do not fit in the budgets.

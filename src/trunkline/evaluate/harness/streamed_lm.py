@@ -37,8 +37,9 @@ _CACHED_TEXTS = 4  # requests with one context follow each other
 class StreamedLM(TemplateLM):  # type: ignore[misc]
     """Streamed model in the harness.
 
-    A context that several requests share is read once, and so is a long common beginning of different contexts.
-    Nothing is truncated: a request longer than `max_length` is an error before anything is computed.
+    A context that several requests share is read once, and so is a long common beginning of different contexts, unless
+    `share_prefill` is off. Nothing is truncated: a request longer than `max_length` is an error before anything is
+    computed; one longer than the model's `max_position_embeddings` gives a warning.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         Args:
             pretrained: folder with a model and its tokenizer.
             model: a streamed model in evaluation mode, instead of `pretrained`.
-            tokenizer: Hugging Face tokenizer of `model`.
+            tokenizer: Hugging Face tokenizer of `model`; not with `pretrained`.
             dtype: with `pretrained`: `auto` for the dtype of the weights, `bfloat16`, `float16` or `float32`.
-            device: with `pretrained`: `cpu`, `cuda` or `cuda:N`; None for CUDA where there is one.
+            device: with `pretrained`: `cpu`, `cuda` or `cuda:N`; None for CUDA where there is one. Without any CUDA
+                device, `cuda` is the CPU, with a warning.
             batch_size: rows scored at a time. Texts are generated one by one.
             max_length: most tokens of a request, including generated ones; None for no limit.
             max_gen_toks: most tokens to generate where a task does not say.
@@ -201,8 +203,8 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
 
         Args:
             text: the text.
-            special: begin with the beginning-of-sequence token; None where the tokenizer adds it by itself and the
-                text, such as a filled chat template, does not begin with it.
+            special: begin with the beginning-of-sequence token, if the tokenizer adds one by itself; None does so
+                unless the text, such as a filled chat template, begins with it already.
         """
         if special is None:
             special = not (self._bos and text.startswith(self.tokenizer.decode(list(self._bos))))
@@ -244,7 +246,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         return scores
 
     def _read(self, contexts: list[Tokens]) -> Iterator[tuple[int, trunkline.StreamedCache | None]]:
-        """Yield each context's index with the cache of all its tokens but the last, the input of its generation."""
+        """Yield each context's index with a cache of all its tokens but the last; None for a context of one token."""
         groups: dict[bytes, list[int]] = defaultdict(list)
         for at, ids in enumerate(contexts):
             groups[ids[:-1].tobytes()].append(at)
@@ -272,7 +274,7 @@ class StreamedLM(TemplateLM):  # type: ignore[misc]
         return str(postprocess_generated_text(text, until, None))
 
     def _check_lengths(self, lengths: list[int]) -> None:
-        """Refuse requests that are too long, before hours of work."""
+        """Refuse requests longer than `max_length`, before hours of work; warn of those longer than the positions."""
         longest = max(lengths, default=0)
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(

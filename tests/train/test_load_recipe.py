@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trunkline.train.load_recipe import ALIASES, RecipeError, dump_recipe, load_recipe, recipe_fields
 from trunkline.train.recipe import Recipe
-from trunkline.train.settings import ALIASES, RecipeError, dump_recipe, load_recipe, recipe_fields
 
 BASE = {
     "model": {"preset": "tiny-llama"},

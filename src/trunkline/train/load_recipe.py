@@ -64,7 +64,7 @@ def load_recipe(path: Path, overrides: Sequence[tuple[str, str]] = (), *, notice
 
     Args:
         path: YAML file.
-        overrides: dotted names and their values as typed, in order.
+        overrides: dotted names and their values as typed, in order; the last one of a name counts.
         notice: called with a line for each name of another trainer.
 
     Returns:
@@ -86,11 +86,13 @@ def load_recipe(path: Path, overrides: Sequence[tuple[str, str]] = (), *, notice
 def parse_overrides(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, Any]]:
     """Parse values of the command line by the schema: text for a setting that takes text, else YAML.
 
+    `null` and `~` are None for every setting.
+
     Args:
         overrides: dotted names and their values as typed.
 
     Returns:
-        The names with parsed values; a name given twice keeps its last value.
+        The names, other trainers' unchanged, with parsed values; a name given twice keeps its last value.
 
     Raises:
         RecipeError: a name is unknown, or a value is not valid YAML.
@@ -119,7 +121,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def recipe_fields(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name and the field of each setting, in the order of the schema."""
+    """Yield the dotted name (behind `prefix`) and the field of each setting, in the order of the schema."""
     for name, field in section.model_fields.items():
         inner = _section(field)
         if inner is None:
@@ -219,7 +221,7 @@ def _resolve_aliases(settings: Iterable[tuple[str, Any]], source: str, notice: N
 
 
 def _check_known(name: str) -> None:
-    """Refuse an unknown setting, with the nearest name."""
+    """Refuse an unknown setting; the text has the nearest name, or all of them."""
     names, sections = [known for known, _ in recipe_fields()], _sections()
     if name in names or name in sections or name.startswith(_FREE_FORM):
         return
