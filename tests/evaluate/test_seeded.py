@@ -1,6 +1,8 @@
 """The generator: published values, uniform draws, independent streams."""
 
-from trunkline.evaluate.seeded import SplitMix64
+import pytest
+
+from trunkline.evaluate.seeded import SplitMix64, UniqueWords
 
 
 def test_values_are_those_of_splitmix64():
@@ -34,3 +36,10 @@ def test_streams_of_different_keys_are_independent():
     values = [[stream.below(2**32) for _ in range(8)] for stream in streams]
     assert len({tuple(v) for v in values}) == 4
     assert [SplitMix64(0, "a").below(2**32) for _ in range(2)] == [values[0][0]] * 2
+
+
+def test_numbers_that_are_used_up_are_an_error() -> None:
+    words = UniqueWords(SplitMix64(0))
+    assert len({words.number(1) for _ in range(9)}) == 9
+    with pytest.raises(ValueError, match="use more digits or fewer depths"):
+        words.number(1)

@@ -69,7 +69,7 @@ class UniqueWords:
         return self._unused(lambda: "".join(self._syllable() for _ in range(2 + self._draws.below(2))))
 
     def number(self, num_digits: int) -> str:
-        """Return a number of `num_digits` digits; the first is not 0. It never ends once all are used up."""
+        """Return a number of `num_digits` digits; the first is not 0."""
         least = 10 ** (num_digits - 1)
         return self._unused(lambda: str(least + self._draws.below(9 * least)))
 
@@ -81,7 +81,10 @@ class UniqueWords:
         return self._draws.choice(_ONSETS) + self._draws.choice(_VOWELS) + self._draws.choice(_CODAS)
 
     def _unused(self, draw: Callable[[], str]) -> str:
-        while (word := draw()) in self._used:
-            pass
-        self._used.add(word)
-        return word
+        for _ in range(100_000):
+            if (word := draw()) not in self._used:
+                self._used.add(word)
+                return word
+        raise ValueError(
+            "a sample needs more different numbers or words than there are: use more digits or fewer depths."
+        )
