@@ -23,6 +23,10 @@ _WIDTH = 32  # characters before a bar
 class EvaluationDisplay:
     """Context manager that shows progress: called before each sample or document, and swept before each chunk.
 
+    Args:
+        console: console to print on.
+        total_tokens: tokens of all samples and documents; a sample counts once for each way of scoring.
+
     Attributes:
         bar: the bar; disabled if the console is no terminal.
         done_tokens: tokens of finished samples and documents.

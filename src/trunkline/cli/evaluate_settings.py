@@ -39,14 +39,18 @@ def choose_settings(
         tokenizer: its tokenizer.
         tasks: names with commas between them, `none`, or None for all that fit in the lengths.
         lengths: tokens of samples with commas between them, or None for those the model has positions for.
-        depths: number of depths.
+        depths: number of depths, evenly spaced.
         samples: samples of each task and length.
         seed: seed of names, numbers and texts.
         threshold: least score of an effective length.
         haystack: text around needles; None makes some up.
 
+    Returns:
+        Settings, without tasks and lengths where `tasks` is `none`; lines for the user about lengths that were not
+        given, and about tasks that were left out.
+
     Raises:
-        ValueError: a setting is wrong, or a length or depth is too small for a task that was named.
+        ValueError: a setting is wrong, the lengths or depths are too few for a task that was named, or no task fits.
     """
     if tasks == "none":
         return EvaluateSettings((), (), samples=samples, seed=seed), []

@@ -163,7 +163,7 @@ def _read_text(name: str) -> str:
 
 
 def _encode(text: str, encoder: Encoder, *, chat: bool, follows_cache: bool) -> torch.Tensor:
-    """Return token ids (1, S) of the prompt, without a beginning-of-sequence token if it follows a loaded cache."""
+    """Return token ids (1, S) of the prompt; no beginning-of-sequence token is added to a chat, or after a cache."""
     import torch
 
     prefix = () if follows_cache else encoder.prefix
@@ -202,7 +202,7 @@ def _prefill(
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: of the device, or of resident memory on a CPU."""
+    """Return the peak memory of this process in bytes: allocated by PyTorch on a CUDA device, or resident on a CPU."""
     import torch
 
     if device.type == "cuda":

@@ -13,7 +13,7 @@ _DTYPES: tuple[Dtype, ...] = ("bf16", "fp32")
 
 
 def hardware_lines(machine: Hardware) -> Iterator[str]:
-    """Yield a profile's figures as lines of aligned text."""
+    """Yield a profile's figures as lines of aligned text; compute in bf16 and fp32 only."""
     yield from ("", _line("Compute, at its fastest", *_DTYPES))
     yield _line("  matrix products", *(_fastest(machine.matmul.get(dtype)) for dtype in _DTYPES))
     tables = machine.attention.kernels[machine.attention_kernel]

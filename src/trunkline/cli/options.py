@@ -41,7 +41,7 @@ Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda|cuda:N", help="Devic
 
 
 def command(*, without: Collection[str] = (), **details: Any) -> Callable[[Callable[..., int | None]], Any]:
-    """Add a function to the application, as a command with the function's name and docstring.
+    """Return a decorator that adds a function to the application, as a command with its name and docstring.
 
     The function's parameters are the arguments and options of the command. A parameter annotated `StreamConfig`
     becomes one option for each declared setting. The function returns the exit code; None is 0.
@@ -115,7 +115,7 @@ def split_recipe_arguments(arguments: Sequence[str]) -> tuple[Path, list[tuple[s
         arguments: words; `--key value`, `--key=value`, and `--key` alone for true.
 
     Returns:
-        Path of the recipe, and dotted names with their values as typed.
+        Path of the recipe, and dotted names (each `-` in them replaced by `_`) with their values as typed.
 
     Raises:
         ValueError: there is no recipe, or more than one.

@@ -136,9 +136,12 @@ def _describe(recipe: Recipe, model: Any) -> str:
 def record(plan: Plan, tokens: int) -> dict[str, Any]:
     """Return a plan as a JSON object; `trunkline report` reads it, too.
 
+    Seconds are those of a micro-batch. Tokens/s and device hours are those of all devices. Bytes and waits are those of
+    one rank.
+
     Args:
-        plan: the plan.
-        tokens: tokens of the run, for its cost.
+        plan: the plan, with the time of its step.
+        tokens: tokens of the run over all devices, for its cost.
     """
     step = plan.timing
     return {
@@ -168,8 +171,8 @@ def show(console: Console, model: str, plan: Plan, tokens: int, *, longest: bool
     Args:
         console: where to print.
         model: name and size of the model.
-        plan: the plan.
-        tokens: tokens of the run, for its cost.
+        plan: the plan, with the time of its step.
+        tokens: tokens of the run over all devices, for its cost.
         longest: whether the context is the longest that fits, not the recipe's.
     """
     step, cluster, tell = plan.timing, plan.cluster, partial(say, console, wrap=True)

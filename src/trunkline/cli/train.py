@@ -55,7 +55,7 @@ def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str
     Args:
         recipe: the recipe of the run.
         result: the result of the run.
-        processes: number of processes of the run.
+        processes: number of processes of the run, on all nodes.
 
     Returns:
         Lines of text. Their commands work unchanged from the current folder.
@@ -99,7 +99,7 @@ def summary(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[str
 
 
 def next_commands(recipe: Recipe, result: TrainResult, processes: int = 1) -> list[tuple[str, str]]:
-    """Return three things to try, each with a command line that works from the current folder."""
+    """Return three things to try: (purpose, command line that works from the current folder)."""
     folder = short_path(result.output)
     start = (
         _program("trunkline") if processes == 1 else f"{_program('torchrun')} --nproc-per-node {processes} -m trunkline"

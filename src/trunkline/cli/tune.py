@@ -155,7 +155,7 @@ def _head_dims(text: str) -> list[int]:
 
 
 def _check_output(path: Path, ending: str) -> None:
-    """Refuse a path that cannot be written, before minutes are spent on measuring."""
+    """Make the folder of a path, and refuse one that has another ending or that cannot be written to."""
     if path.suffix != ending:
         raise ValueError(f"--output {path}: give the name of a {ending} file.")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,9 @@ class CostModel:
             args: positional arguments.
             kwargs: keyword arguments.
             out: its output.
+
+        Raises:
+            NoFigures: a ValueError: the profile has no figures of matrix products in the dtype.
         """
         kind = operator_kind(func)
         if kind == "free":
@@ -97,6 +100,9 @@ class CostModel:
 
         A query-key pair costs 2·D FLOPs for its score and 2·Dv for its output in forward, and twice that in backward.
         A flash kernel also recomputes scores in backward: they count as time, not as FLOPs.
+
+        Raises:
+            NoFigures: a ValueError: the profile has no figures of attention in the dtype.
         """
         forward, dims = call.direction == "forward", call.head_dim + call.value_dim
         flops, executed = ((2 if forward else products) * dims * call.pairs for products in (4, 5))

@@ -40,7 +40,7 @@ class MemoryTally:
         self._change(nbytes)
 
     def label(self, label: str, nbytes: int) -> None:
-        """Label bytes that are counted already; a negative number removes the label."""
+        """Label bytes that are counted already; a negative number removes the label from so many bytes."""
         self.parts[label] += nbytes
 
     def reset_peak(self) -> None:
@@ -70,7 +70,7 @@ class DeviceMemory(MemoryTally):
         self._storages: dict[int, weakref.ref[Any]] = {}
 
     def label_stored(self, label: str, nbytes: int) -> None:
-        """Label counted bytes as held by an activation store; a negative number removes the label."""
+        """Label counted bytes as held by an activation store; a negative number removes the label from so many."""
         self.label(label, nbytes)
         self._stored += nbytes
         self._update_outside_stores()
@@ -95,7 +95,7 @@ class DeviceMemory(MemoryTally):
                 self._change(nbytes)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the storages of tensors, such as parameters that are counted elsewhere."""
+        """Exclude the storages of tensors that are not tracked yet, such as parameters, which are counted elsewhere."""
         for x in tensors:
             storage = x.untyped_storage()
             self._storages.setdefault(storage._cdata, weakref.ref(storage, partial(self._free, storage._cdata, 0)))

@@ -53,21 +53,24 @@ _OUTSIDE_STORES = "device, outside stores"  # a tally of the trace beside the th
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Estimated time of a step.
+    """Estimated time of one micro-batch, with its share of the optimizer step where there is an optimizer.
+
+    Phases, lanes, waits, operators and memory are those of the first device.
 
     Attributes:
-        seconds: seconds of the step, an optimizer step included where there is an optimizer.
+        seconds: duration in seconds.
         phases: (name, begin, end) in seconds: embed, forward, head, backward, optimizer.
         busy: seconds that each lane (fetch, stash, comm) works.
         exposed: seconds that compute waits for each lane.
-        tokens: tokens of the step, over all replicas.
+        tokens: tokens of the micro-batch, over all replicas.
         devices: devices that share the work.
-        model_flops: FLOPs that the model's mathematics needs (`trunkline.hf.flops`); None where they are not known.
+        model_flops: FLOPs of all devices that the model's mathematics needs (`trunkline.hf.flops`); None where they are
+            not known.
         hardware_flops: FLOPs that all devices execute, recomputation included, a kernel's own excepted.
         operators: operators that the host of a device issues.
-        peak_flops: peak FLOP/s of a device.
-        memory: (second, bytes) of each tier, where it was recorded.
-        lanes: (begin, end, label) of each lane's work, where it was recorded.
+        peak_flops: peak FLOP/s of one device.
+        memory: (second, bytes) of each tier; empty unless `estimate` was given `timeline=True`.
+        lanes: (begin, end, label) of the work of each lane and of compute, in seconds; empty like `memory`.
     """
 
     seconds: float
@@ -90,29 +93,30 @@ class StepTiming:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: causal attention counted exactly, recomputation not counted."""
+        """Model FLOPs utilisation, 0 to 1: causal attention exact, recomputation not counted; None if not known."""
         if self.model_flops is None:
             return None
         return self.model_flops / (self.seconds * self.devices * self.peak_flops)
 
     @property
     def hardware_utilisation(self) -> float:
-        """Share of the peak FLOPs that is executed, recomputation counted."""
+        """Hardware FLOPs utilisation, 0 to 1: recomputation counted."""
         return self.hardware_flops / (self.seconds * self.devices * self.peak_flops)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimate of a step, for one rank.
+    """Estimate of a step: bytes of one rank, and the time of the step.
 
     Attributes:
-        peaks: most bytes that the activation stores hold in each tier.
-        moved: bytes that go over each lane.
+        peaks: most bytes that the activation stores hold in each tier (device, host, disk).
+        moved: bytes of activations over `fetch` and `stash`; where ranks share a sequence also the bytes that this rank
+            sends to them, over `comm`. Parameters and gradients are not included.
         memory: bytes of each tier at its peak, by label: parameters, gradients, optimizer, kept activations, and the
             computation of a chunk. Buffers of libraries are not included.
         step: time of the step; None without a hardware profile.
-        outside_stores: most bytes that the device holds outside the activation stores.
-        reserved: least budget that the stores need in each tier beyond the device.
+        outside_stores: most bytes that the device holds outside the activation stores, model states included.
+        reserved: least budget in bytes that the stores need in each tier beyond the device; empty without budgets.
     """
 
     peaks: dict[TierName, int]
@@ -160,7 +164,7 @@ def estimate(
         model: unsharded model on any device, `meta` included, in the dtype in which it computes; it is not changed. A
             `MetaModel` saves making one for each call.
         seq_len: tokens of a row, over all ranks.
-        batch_size: rows of one replica.
+        batch_size: rows of one replica in a micro-batch.
         documents: tokens of each packed document of a row, `seq_len` in all; None for one document.
         backward: estimate a training step; False estimates a forward without gradients.
         device: device whose default chunk size, budgets and kernels are used; None is the hardware's, or the model's
@@ -169,16 +173,20 @@ def estimate(
             bytes only.
         parallel_dims: mesh of such devices; None for one device.
         sharding_spec: sharding of parameters over them; None is the default of `trunkline.shard`.
-        optimizer: optimizer whose state is held and whose step is part of the time; None for none.
+        optimizer: optimizer whose state is held and whose step is part of the time; None for none. It has no effect
+            with `backward=False`.
         micro_batches: micro-batches of the step, of which the last is estimated: accumulated gradients are held, and
             the optimizer's time is divided by their number.
         extrapolate: let layers represent identical ones; False runs all layers.
-        timeline: record memory and lanes over time, for a report.
-        settings: settings of `trunkline.stream`.
+        timeline: record memory and lanes over time, for a report; it needs `hardware`.
+        settings: settings of `trunkline.stream`, all but `mesh`.
+
+    Returns:
+        Estimate of the first rank. Its time is that of one micro-batch.
 
     Raises:
-        ValueError: an argument or a setting is out of range, the budgets are too small, the hardware is unknown, or the
-            model cannot be streamed.
+        ValueError: an argument or a setting is out of range, the budgets are too small, the hardware is unknown or has
+            no figures of a dtype or of collectives, or the model cannot be streamed.
     """
     dims = ParallelDims() if parallel_dims is None else parallel_dims
     if not isinstance(dims, ParallelDims):
@@ -223,7 +231,7 @@ class Estimator:
     timeline: bool = False
 
     def __post_init__(self) -> None:
-        """Check the arguments, and simulate a machine on which nothing has happened yet."""
+        """Check the arguments and set up the simulated rank; raise a ValueError if they are out of range."""
         for name, value in (("seq_len", self.seq_len), ("batch_size", self.batch_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a positive whole number.")
@@ -262,7 +270,7 @@ class Estimator:
         self._tiers = self._new_tiers()
 
     def run(self, *, backward: bool = True, extrapolate: bool = True) -> Estimate:
-        """Simulate the step and return its estimate.
+        """Simulate the step and return its estimate; see `estimate` for the arguments.
 
         Raises:
             ValueError: the step does not fit into its budgets.
@@ -294,7 +302,11 @@ class Estimator:
         return self._estimate(trace, states, {} if placement is None else dict(placement.offloaded), backward=backward)
 
     def place_stores(self, batch: Batch | None = None, seed: int = 0) -> StepState:
-        """Begin a forward up to its first sweep, with every store in its tier.
+        """Begin a step and choose the tier of every store, without running the sweeps.
+
+        Args:
+            batch: batch of the step; None makes it.
+            seed: seed of the step's random numbers.
 
         Raises:
             ValueError: the stores do not fit into their budgets.

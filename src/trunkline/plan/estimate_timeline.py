@@ -72,7 +72,7 @@ def unchunked_timeline(
         seq_len: tokens of a row.
         title: title for people.
         hardware: profile, or the name of one.
-        capacity: bytes of each tier; None for the hardware's.
+        capacity: bytes of each tier; None takes `capacity_of` the hardware.
         arguments: other arguments of `estimate`, such as batch_size, documents, parallel_dims, sharding_spec and
             optimizer; no settings of chunks and budgets.
 
@@ -95,7 +95,9 @@ def unchunked_timeline(
 
 
 def capacity_of(hardware: Hardware, devices: int = 1) -> dict[str, int | None]:
-    """Return the bytes of each tier for one device; None where the profile does not know them.
+    """Return one device's bytes of each tier (device, host, disk).
+
+    Host memory is None on a CPU, and where the profile does not know it. The disk is always None.
 
     Args:
         hardware: profile.

@@ -22,15 +22,15 @@ _LEAST = 1e-9  # seconds: a profile's are positive
 def host_seconds(hardware: Hardware, device: torch.device) -> float:
     """Fit the host's seconds per operator, so that the estimate of a tiny step equals its measured time.
 
-    On a CPU the host waits for each operator: the rest of the step's time over its operators. On a GPU the host runs
-    ahead: as much as makes it the slower of the two.
+    On a CPU the host waits for each operator, so that its time adds to the operators' time. On a GPU the host runs
+    ahead, so that only the slower of the two counts. The tiny step is run and timed on the device.
 
     Args:
         hardware: the profile so far; its own `host_seconds` does not count.
-        device: of the profile.
+        device: device of the profile.
 
     Returns:
-        Seconds, never less than 1e-9, also where the estimate without any is slower than the step.
+        Seconds of the host for one operator, never less than 1e-9: also where the device alone is slower than the step.
     """
     model = tiny_model(torch.float32 if device.type == "cpu" else torch.bfloat16)
     estimated, operators = estimated_step(model, hardware, 0.0)
@@ -47,7 +47,7 @@ def host_seconds(hardware: Hardware, device: torch.device) -> float:
 
 
 def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Return a llama so small that issuing operators takes nearly all its time."""
+    """Return a llama with random weights, so small that issuing operators takes nearly all its time."""
     config = LlamaConfig(
         vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=_CHUNK * _CHUNKS,
@@ -57,7 +57,7 @@ def tiny_model(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def estimated_step(model: PreTrainedModel, hardware: Hardware, host: float) -> tuple[float, int]:
-    """Return the estimated seconds and the operators of a step, with `host` seconds an operator."""
+    """Return the estimated seconds of a tiny model's step and its operators, with `host` seconds for each operator."""
     profile = hardware.model_copy(update={"host_seconds": host})
     step = estimate(model, _CHUNK * _CHUNKS, hardware=profile, chunk_size=_CHUNK).step
     assert step is not None

@@ -1,7 +1,8 @@
 """Survey of this machine: everything that `trunkline tune` measures, and the profile made of it.
 
 Under torchrun every rank measures at the same time, so that a link, a disk and host memory are shared while they are
-measured, as they will be in training. Collectives are measured, too. The profile is rank 0's.
+measured, as they will be in training. Collectives are measured, too. The profile is rank 0's, with the speeds of host
+memory and disks summed over its node.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ class MachineSurvey:
     """Measurements of a machine, one after another, and its profile.
 
     Args:
-        device: of this rank, whose speed is measured.
-        folder: on the disk that is measured.
-        head_dims: of attention.
+        device: device of this rank, which is measured.
+        folder: folder on the disk that is measured.
+        head_dims: head dims of attention to measure.
 
     Attributes:
-        tasks: measurements by name, in order and the same on all ranks; each returns figures by dotted name.
+        tasks: measurements by name, in the order to `run` them, the same on all ranks; each returns figures by dotted
+            name, in the units of a profile.
 
     Raises:
-        ValueError: `folder` cannot be written to, or no attention kernel has one of the head dims.
+        ValueError: `folder` cannot be written to, `head_dims` is empty, or no attention kernel has one of them.
     """
 
     def __init__(self, device: torch.device, folder: Path, head_dims: Sequence[int] = (64, 128)) -> None:
@@ -68,13 +70,16 @@ class MachineSurvey:
         self.tasks: dict[str, Callable[[], dict[str, Any]]] = dict(self._tasks(head_dims))
 
     def run(self, task: str) -> None:
-        """Measure one of the tasks, when all ranks are ready to."""
+        """Run one of `tasks` and keep its figures; under torchrun all ranks call this, and wait for each other."""
         if failure.in_job():
             dist.barrier()
         self._figures |= self._over_the_node({name: _rounded(value) for name, value in self.tasks[task]().items()})
 
     def profile(self) -> dict[str, Any]:
-        """Return the profile, once all tasks have run; `to_toml` takes it."""
+        """Return the profile as tables of figures, once all tasks have run; `to_toml` takes it.
+
+        Its peak FLOP/s are those of the fastest matrix product.
+        """
         today, by = date.today().isoformat(), f"trunkline tune with PyTorch {torch.__version__}"
         profile: dict[str, Any] = {
             "title": _title(self._device), "device_type": self._device.type, "attention": {"default": "torch"},

@@ -24,7 +24,7 @@ _LAUNCHES = 200
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Return seconds of a piece of work: the least of six repetitions, since other programs only add to a time.
+    """Return the seconds of one call of `work`: the least of six averages, since other programs only add to a time.
 
     `torch.utils.benchmark.Timer` does not fit: `blocked_autorange` takes a single sample of slow work, and `timeit`
     runs the work twice more before each sample.
@@ -55,7 +55,13 @@ def matmul(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> 
 
 
 def memory(device: torch.device, kind: str, nbytes: int) -> float:
-    """Return bytes/s, read and written together, of an operation that touches `nbytes` bytes."""
+    """Return bytes/s, read and written together, of an fp32 operation that device memory bounds.
+
+    Args:
+        device: device to measure.
+        kind: `copy`, `pointwise`, `transcendental` or `reduction`.
+        nbytes: bytes that the operation reads and writes together; a reduction reads half as many.
+    """
     count = max(nbytes // 4 // (3 if kind == "pointwise" else 2), 256)
     x = torch.rand(count, device=device)
     y = torch.rand(count, device=device) if kind == "pointwise" else x
@@ -72,7 +78,7 @@ def memory(device: torch.device, kind: str, nbytes: int) -> float:
 def attention(
     device: torch.device, kernel: Kernel, dtype: torch.dtype, head_dim: int, queries: int, keys: int, *, causal: bool
 ) -> tuple[float, float]:
-    """Return FLOP/s of attention forward and backward, as hardware profiles count them."""
+    """Return FLOP/s of attention, (forward, backward), of one row with four heads; `Hardware` says how FLOPs count."""
     heads, scale = 4, head_dim**-0.5
     q, k, v = (torch.randn(1, heads, n, head_dim, device=device, dtype=dtype) for n in (queries, keys, keys))
     o, lse = kernel.forward(q, k, v, causal=causal, scale=scale)
@@ -84,12 +90,15 @@ def attention(
 
 
 def link(device: torch.device, nbytes: int = 256 * 2**20, copies: int = 4) -> dict[str, float]:
-    """Return bytes/s between pinned memory and a CUDA device, on two streams as the lanes do, by `LinkFigures`' names.
+    """Return bytes/s between pinned host memory and a CUDA device, on two streams as the lanes do.
 
     Args:
         device: a CUDA device.
-        nbytes: of each copy; a power of two, which pinned memory is rounded up to.
-        copies: of each measurement.
+        nbytes: bytes of each copy; a power of two, which pinned memory is rounded up to.
+        copies: copies of each measurement.
+
+    Returns:
+        Bytes/s under `to_device`, `to_host`, `both_to_device` and `both_to_host`, in this order; see `LinkFigures`.
     """
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     there = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -120,8 +129,8 @@ class DiskMover:
     """Reads and writes of a scratch file in threads, as lanes do them.
 
     Args:
-        folder: of the file.
-        nbytes: of a block.
+        folder: folder of the file.
+        nbytes: bytes of each of its eight blocks.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
@@ -133,7 +142,16 @@ class DiskMover:
             self._file.write(block, self._data["write"])
 
     def run(self, directions: tuple[str, ...], work: Callable[[], Any], seconds: float) -> dict[str, float]:
-        """Return bytes/s of each direction while `work` is repeated; under `work`, its calls a second."""
+        """Read and write in threads while `work` is repeated.
+
+        Args:
+            directions: any of `read` and `write`, which run at the same time.
+            work: work of the calling thread.
+            seconds: duration.
+
+        Returns:
+            Bytes/s of each direction, by its name; under `work` the calls of `work` a second.
+        """
         stop, moved = threading.Event(), dict.fromkeys(directions, 0)
 
         def carry(direction: str) -> None:
@@ -159,7 +177,16 @@ class DiskMover:
 
 
 def collective(group: Any, device: torch.device, nbytes: int) -> dict[str, float]:
-    """Return bus bandwidth, bytes/s, of an all-to-all of a rank's `nbytes` bytes, and seconds of the smallest one."""
+    """Measure an all-to-all; all ranks of the group call this.
+
+    Args:
+        group: process group.
+        device: device of this rank.
+        nbytes: bytes of each rank's input.
+
+    Returns:
+        Under `bandwidth` the bus bandwidth of a rank in bytes/s, under `latency` the seconds of the smallest one.
+    """
     size = dist.get_world_size(group)
 
     def seconds(count: int) -> float:
@@ -178,7 +205,10 @@ def collective(group: Any, device: torch.device, nbytes: int) -> dict[str, float
 
 
 def kernel_seconds(device: torch.device) -> float:
-    """Return the least time of an operator on a device, from the start of one to the start of the next."""
+    """Return the least seconds of an operator on a device, from the start of one to the start of the next.
+
+    On a CPU the time of the host to issue it is included.
+    """
     x, y = torch.zeros(2, 256, device=device)
     work = partial(x.add_, y)
     return (

@@ -19,7 +19,8 @@ _Aliasing = Literal["new", "in place", "other"]  # all outputs are new; the outp
 class MetaOutputCache:
     """Operator calls whose `meta` outputs are allocated from cached shapes, strides and dtypes.
 
-    A tensor with contents, and an output that aliases an input, always go through PyTorch.
+    PyTorch runs every call with a tensor that has contents, and every operator that returns a view. An in-place
+    operator on a `meta` tensor is not run at all.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class MetaOutputCache:
         self._outputs: dict[Hashable, _TensorMeta | tuple[_TensorMeta, ...]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator overload, and return its outputs as new tensors."""
+        """Return the outputs of an operator overload, as it would: new tensors, a view, or its first argument."""
         aliasing = self._aliasing.get(func)
         if aliasing is None:
             aliasing = self._aliasing[func] = _aliasing_of(func)

@@ -35,10 +35,11 @@ class ModelStates:
     """Bytes of one rank's model states.
 
     Attributes:
-        device: bytes on the device from step to step, by label.
-        host: bytes in host memory from step to step, by label.
+        device: bytes held on the device through all of a step, by label: `parameters`, `optimizer`, and `gradients of
+            earlier micro-batches`. Empty with offload.
+        host: the same in host memory, with offload; else empty.
         updated: bytes that the optimizer step reads and writes.
-        step: bytes on the device that the optimizer step needs beside `device`, gradients included.
+        step: bytes on the device that the optimizer step needs beside `device`, gradients included; 0 with offload.
     """
 
     device: Counter[str]
@@ -52,7 +53,7 @@ class ModelStates:
         Args:
             hardware: profile.
             offload: the step runs in host memory, whose bandwidth the devices of a node share.
-            devices: devices that run it at the same time.
+            devices: devices of all nodes that run it at the same time; no effect without `offload`.
         """
         if offload:
             return self.updated * min(devices, hardware.devices_per_node) / hardware.host_bandwidth
@@ -60,7 +61,7 @@ class ModelStates:
 
 
 def loading_bytes(model: nn.Module, sharding_spec: ShardingSpec, ranks: int, tp: int) -> int:
-    """Return the host memory in which each process builds the whole model before sharding; 0 without sharding.
+    """Return the bytes of host memory in which each process builds the whole model before sharding; 0 without it.
 
     Args:
         model: unsharded model.
@@ -79,12 +80,12 @@ def model_states_of(
     """Compute the model states of one rank.
 
     Args:
-        model: unsharded model.
+        model: model before sharding, in full or as one tensor-parallel rank has it.
         sharding_spec: sharding of its parameters.
         ranks: ranks that parameters are sharded over.
-        optimizer: optimizer of the trained parameters; None for none.
+        optimizer: optimizer of the trained parameters; None counts parameters only.
         micro_batches: micro-batches of a step; with more than one, accumulated gradients stay on the device through
-            the last.
+            the last. With offload they are not counted.
     """
     is_sharded = sharding_spec.is_sharded(ranks)
     shards = ranks if is_sharded else 1

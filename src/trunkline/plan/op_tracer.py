@@ -30,8 +30,8 @@ class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tp_link: link of the tensor-parallel ranks; None without tensor parallelism.
 
     Attributes:
-        flops: FLOPs of all operators so far.
-        operators: operators that the host has issued so far.
+        flops: FLOPs of matrix products and attention on this rank so far; 0 without a cost model.
+        operators: operators that the host of this rank has issued so far; 0 without a cost model.
     """
 
     def __init__(

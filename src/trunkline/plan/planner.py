@@ -53,7 +53,8 @@ class StoreBudgets:
         host: budget in host memory.
         disk: budget on disk.
         outside_stores: most bytes on the device outside the stores.
-        model_states: the part of these that is held from step to step: parameters and optimizer state.
+        model_states: the part of `outside_stores` that is held all the time: parameters, optimizer state, and gradients
+            of earlier micro-batches.
     """
 
     device: int
@@ -64,7 +65,7 @@ class StoreBudgets:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Budgets as settings of `trunkline.stream`; the folder for the scratch file is never written to."""
+        """Budgets as settings of `trunkline.stream`, for estimates only: `offload_dir` is no real scratch folder."""
         return {
             "device_budget": self.device,
             "host_budget": self.host or None,
@@ -81,10 +82,11 @@ class Plan:
         job: step that is planned.
         cluster: machines.
         candidate: chosen settings.
-        budgets: bytes for the stores.
-        estimate: estimate of a step.
+        budgets: bytes for the stores of one rank.
+        estimate: estimate of a micro-batch.
         model: model on the `meta` device, unsharded.
-        alternatives: other candidates that were simulated, with the seconds of their steps.
+        alternatives: other candidates that were simulated, with the seconds of a micro-batch; empty from
+            `Planner.longest`.
     """
 
     job: TrainingJob
@@ -97,28 +99,31 @@ class Plan:
 
     @property
     def loading(self) -> int:
-        """Host memory in which each process builds the whole model before sharding; 0 without sharding."""
+        """Bytes of host memory in which each process builds the whole model before sharding; 0 without sharding."""
         dims = self.candidate.parallel_dims
         return loading_bytes(self.model, self.candidate.sharding_spec, dims.fsdp_size, dims.tp)
 
     @property
     def excess(self) -> int:
-        """Bytes by which the estimated peak exceeds the device's usable memory; negative where some is left."""
+        """Bytes by which the estimated peak exceeds one device's usable memory; negative where some is left."""
         return sum(self.estimate.memory["device"].values()) - self.cluster.usable_bytes["device"]
 
     @property
     def timing(self) -> StepTiming:
-        """Time of the step; only plans that were not to be timed have none."""
+        """Time of a micro-batch; a plan from `Planner.longest` with `timed=False` has none, and must not be asked."""
         assert self.estimate.step is not None
         return self.estimate.step
 
     def gpu_hours(self, tokens: int) -> float:
-        """Return the device hours of a run over so many tokens."""
+        """Return the device hours of a run over `tokens` tokens of all devices together."""
         return tokens / self.timing.tokens_per_second / 3600
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Settings by group (`streaming`, `memory`, `ranks`), fixed ones included; a scratch folder is the user's."""
+        """Settings by a recipe's groups (`streaming`, `memory`, `ranks`), the job's fixed ones included.
+
+        Budgets are the plan's, in bytes of one rank. `offload_dir` is there only if the job has it.
+        """
         reserved = {f"{tier}_budget": nbytes for tier, nbytes in self.estimate.reserved.items() if nbytes}
         fixed = {name: v for name, v in self.job.fixed.items() if name not in _NO_BUDGETS or name == "offload_dir"}
         chosen = {**fixed, **self.candidate.streaming, "device_budget": self.budgets.device, **reserved}
@@ -133,9 +138,12 @@ class Planner:
     """Plans for one model on one cluster.
 
     Args:
-        model: model to train, on any device.
+        model: model to train, unsharded and on any device, or a `MetaModel`.
         cluster: machines.
-        tell: called with a line about each candidate that was simulated.
+        tell: called with a line about each candidate that was simulated, or in `longest` about each longer context.
+
+    Raises:
+        UnsupportedModelError: a ValueError: the model cannot be streamed.
     """
 
     def __init__(self, model: Any, cluster: Cluster, tell: Callable[[str], None] = lambda _: None) -> None:
@@ -151,10 +159,11 @@ class Planner:
         return self._full.model
 
     def best(self, job: TrainingJob) -> Plan:
-        """Return the fastest plan among the candidates that were simulated.
+        """Return the fastest plan among the few candidates that fit and may be fastest, whose steps are simulated.
 
         Raises:
             DoesNotFit: no candidate fits.
+            ValueError: the job's mesh does not fit the cluster or the model, or the profile lacks figures.
         """
         with self._on_rank(job):
             simulated: list[Plan] = []
@@ -172,14 +181,16 @@ class Planner:
     def longest(self, job: TrainingJob, *, timed: bool = True) -> Plan:
         """Return a plan for the longest context that any candidate fits, with the fastest candidate that does.
 
-        The search ends at `longest_searched` tokens.
+        The context is a multiple of 1,024 tokens, and the longest to about 3%. The search ends at `longest_searched`
+        tokens.
 
         Args:
             job: job whose context is replaced.
             timed: simulate its time; else the plan's estimate has no time.
 
         Raises:
-            DoesNotFit: not even a thousand tokens fit.
+            DoesNotFit: not even 1,024 tokens fit.
+            ValueError: see `best`.
         """
         with self._on_rank(job):
             best: tuple[int, Candidate] | None = None
@@ -216,7 +227,10 @@ class Planner:
         return timeline_of(step, title, capacity_of(hardware, self._cluster.devices)), unchunked
 
     def why_not(self, job: TrainingJob) -> str:
-        """Return the shortfall of the candidate that needs the least memory, and how to fix it."""
+        """Return text on the shortfall of the candidate that needs the least memory, and how to fix it.
+
+        If that candidate fits, the text says so.
+        """
         dims = list(meshes(job, self._cluster, self._num_heads))[-1]
         spec = list(sharding_specs(job, dims))[-1]
         keep, every = list(keep_options(job, self._local.decoder.num_layers))[-1]
@@ -224,7 +238,10 @@ class Planner:
         return self._shortfall(job, Candidate(dims, spec, chunk, keep, every)) or "it fits."
 
     def budgets(self, job: TrainingJob, candidate: Candidate) -> StoreBudgets:
-        """Return the bytes that a candidate leaves to the stores, found by simulating a short step."""
+        """Return the bytes that a candidate leaves to the stores, found by simulating a short step.
+
+        A budget that the job fixes is an upper limit. The context does not change them.
+        """
         key = self._budgets_key(job, candidate)
         if key not in self._budgets:
             arguments = self._estimate_arguments(job, candidate)
@@ -358,7 +375,7 @@ class Planner:
         return Plan(job, self._cluster, candidate, self.budgets(job, candidate), step, self._full.model)
 
     def _longest_of(self, job: TrainingJob, candidate: Candidate, longer_than: int) -> tuple[int, Candidate] | None:
-        """Return the longest context of a candidate with any chunk size, to about 3%; None if not `longer_than`."""
+        """Return the longest context of a candidate with any chunk size, to 3%; None if not 3% above `longer_than`."""
 
         def fitting(kilotokens: int) -> Candidate | None:
             longer = replace(job, context=kilotokens * 1_024)

@@ -82,7 +82,7 @@ class DecoderSubset:
 
 
 def layer_units(layout: MemoryLayout) -> list[Unit]:
-    """Return the units that a step's layers are divided into, in rising order."""
+    """Return the units that a step's layers are divided into, in rising order; a layer without backward is alone."""
     trained = [] if layout.first is None else list(layout.layer_groups())[::-1]
     return [*(range(i, i + 1) for i in range(layout.trained.start)), *trained]
 
@@ -121,8 +121,8 @@ def unit_kinds(
 def representatives(kinds: Sequence[Hashable]) -> dict[int, int]:
     """Map each unit to the unit that represents it: itself, or one with the same kind and the same neighbours' kinds.
 
-    The first two units of a kind represent themselves: the first leaves the clock and the stores in a state that the
-    second may find different from the state that all later ones find.
+    Keys and values are positions in `kinds`. The first two units of a kind represent themselves: the first leaves the
+    clock and the stores in a state that the second may find different from the state that all later ones find.
     """
     last = len(kinds) - 1
     run: dict[Hashable, list[int]] = {}  # units that are run, by kind and neighbours' kinds

@@ -29,8 +29,8 @@ class Cluster:
     Attributes:
         hardware: profile of a node.
         devices: devices of all nodes.
-        host_bytes: memory of a node.
-        disk_bytes: scratch disks of a node; 0 for none.
+        host_bytes: bytes of a node's host memory.
+        disk_bytes: bytes of a node's scratch disks; 0 for none.
 
     Raises:
         ValueError: a number is out of range.
@@ -52,12 +52,16 @@ class Cluster:
 
     @property
     def devices_per_node(self) -> int:
-        """Devices that a node uses."""
+        """Devices of a node that the cluster uses."""
         return min(self.devices, self.hardware.devices_per_node)
 
     @property
     def usable_bytes(self) -> dict[str, int]:
-        """Bytes of each tier that one rank can use; 0 for host memory where it is the device."""
+        """Bytes of each tier (device, host, disk) that one rank can use; 0 for host memory where it is the device.
+
+        Ranks of a node share host memory and disks equally. Memory that an allocator, libraries and other programs need
+        is left out.
+        """
         memory, sharing = self.hardware.memory_bytes, self.devices_per_node
         device, host = int(memory * (1 - _FRAGMENTATION)) - _CONTEXT_BYTES, self.host_bytes
         if self.hardware.link is None:  # host memory is the device
@@ -75,7 +79,7 @@ class TrainingJob:
         optimizer: optimizer whose state is held; None for none.
         fixed: settings of `trunkline.stream` that are not chosen; a budget among them is an upper limit.
         parallel_dims: mesh; None to choose one.
-        sharding_spec: sharding of parameters; None to choose it.
+        sharding_spec: sharding of parameters over it; None to choose it.
         micro_batches: micro-batches of a step.
     """
 
@@ -88,7 +92,7 @@ class TrainingJob:
     micro_batches: int = 1
 
     def rows(self, parallel_dims: ParallelDims) -> int:
-        """Return the rows of one replica."""
+        """Return the rows of one replica in a micro-batch, at least 1."""
         return max(self.batch_size // parallel_dims.dp, 1)
 
 
@@ -117,7 +121,7 @@ class Candidate:
 
     @property
     def ranks(self) -> dict[str, Any]:
-        """Settings of the group `ranks`: mesh and sharding."""
+        """Settings of a recipe's group `ranks`: dp, sp, cp, tp, zero and offload."""
         return {**asdict(self.parallel_dims), "zero": self.sharding_spec.zero, "offload": self.sharding_spec.offload}
 
     def __str__(self) -> str:
@@ -132,6 +136,9 @@ class Candidate:
 
 def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: bool = False) -> Iterator[ParallelDims]:
     """Yield meshes over all devices, the one with most replicas first, since replicas communicate least.
+
+    The devices of a replica share its sequence: sp is as large as the heads allow, cp is the rest, tp is 1. If the job
+    has a mesh, it is the only one.
 
     Args:
         job: job whose batch the replicas share.
@@ -150,7 +157,7 @@ def meshes(job: TrainingJob, cluster: Cluster, num_heads: int, *, one_sequence: 
 
 
 def sharding_specs(job: TrainingJob, parallel_dims: ParallelDims) -> Iterator[ShardingSpec]:
-    """Yield ways to shard parameters, the fastest first."""
+    """Yield ways to shard parameters over a mesh, the fastest first; only the job's own if it has one."""
     if job.sharding_spec is not None:
         yield job.sharding_spec
         return
@@ -165,7 +172,7 @@ def sharding_specs(job: TrainingJob, parallel_dims: ParallelDims) -> Iterator[Sh
 
 
 def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
-    """Return chunk sizes to try, the largest first."""
+    """Return chunk sizes to try, in tokens over all ranks, the largest first; only the job's own if it has one."""
     fixed = job.fixed.get("chunk_size", "auto")
     if fixed != "auto":
         return [fixed]
@@ -175,13 +182,16 @@ def chunk_sizes(job: TrainingJob, hardware: Hardware) -> list[int]:
 
 
 def longest_searched(job: TrainingJob, hardware: Hardware) -> int:
-    """Return the context at which a search for the longest ends: more chunks take minutes to simulate."""
+    """Return the tokens at which a search for the longest context ends: more chunks take minutes to simulate."""
     fixed = job.fixed.get("chunk_size", "auto")
     return MOST_CHUNKS * (_CHUNK_SIZES[hardware.device_type][-1] if fixed == "auto" else 4 * int(fixed))
 
 
 def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield values of `keep` and `checkpoint_every`, from the fastest to the one with the least memory."""
+    """Yield pairs of `keep` and `checkpoint_every`, from the fastest to the one with the least memory.
+
+    A value that the job fixes is the only one. A `checkpoint_every` of more than half of the layers is left out.
+    """
     keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]
     every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else [1, 4, 8]
     for keep in keeps:

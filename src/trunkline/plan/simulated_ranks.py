@@ -26,7 +26,7 @@ class CollectiveLink:
 
     Attributes:
         size: number of ranks.
-        collective: latency and bandwidth; None for collectives that take no time.
+        collective: latency in seconds and bandwidth of a rank in bytes/s; None for collectives that take no time.
         clock: clock of the simulated rank; None without one.
     """
 
@@ -35,14 +35,14 @@ class CollectiveLink:
     clock: SimClock | None
 
     def send(self, nbytes: int, label: str) -> QueuedWork | None:
-        """Queue a collective in which the rank sends `nbytes` bytes; None where it takes no time."""
+        """Queue a collective in which the rank sends `nbytes` bytes; return None where it takes no time."""
         if self.clock is None or self.collective is None:
             return None
         seconds = self.collective.latency + nbytes / self.collective.bandwidth
         return self.clock.submit(COMM, seconds, lane=COMM, label=label)
 
     def wait(self, transfer: QueuedWork | None) -> None:
-        """Make compute wait for a queued collective."""
+        """Make compute wait for a collective from `send`; do nothing for None."""
         if transfer is not None and self.clock is not None:
             self.clock.wait(transfer)
 

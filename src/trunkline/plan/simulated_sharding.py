@@ -24,13 +24,14 @@ _GATHERED, _IN_FLIGHT = "gathered parameters", "parameters being gathered"
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """Sharding of parameters over ranks, as `trunkline.shard` takes it.
+    """Sharding of parameters over ranks; the names are those of `trunkline.shard`, except for `dtype`.
 
     Attributes:
-        zero: ZeRO stage: 0, 2 or 3.
+        zero: ZeRO stage: 0 (whole parameters on each device), 2 or 3.
         dtype: dtype of the shards and their gradients, such as float32 for master weights; None is the parameters' own.
+            It has no effect with `zero=0`. The model computes in the dtype of its parameters.
         reduce_dtype: dtype in which gradients are reduced.
-        offload: keep parameters, gradients and optimizer state in host memory.
+        offload: keep parameters, gradients and optimizer state in host memory; no effect with `zero=0`.
     """
 
     zero: int = 3
@@ -39,11 +40,11 @@ class ShardingSpec:
     offload: bool = False
 
     def is_sharded(self, ranks: int) -> bool:
-        """Return whether parameters are sharded or offloaded on so many ranks, and not whole on each device."""
+        """Return whether parameters are sharded over `ranks` ranks or offloaded, not whole on each device."""
         return self.zero > 0 and (ranks > 1 or self.offload)
 
     def itemsize(self, parameter: Parameter, ranks: int) -> int:
-        """Return the bytes of an element of a parameter as each of so many ranks holds it between steps."""
+        """Return the bytes of one element of a parameter, as each of `ranks` ranks holds it between steps."""
         return ((self.is_sharded(ranks) and self.dtype) or parameter.dtype).itemsize
 
 

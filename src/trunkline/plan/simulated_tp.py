@@ -23,6 +23,8 @@ _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 def tp_shard(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
     """Yield the model as one of `tp` ranks has it; the model itself with one rank, or if it is such a shard already.
 
+    For a shard this process has a simulated process group until the context ends.
+
     Raises:
         ValueError: the model has no tensor-parallel plan, or this process has joined a job, whose process group
             excludes a simulated one.
@@ -49,7 +51,7 @@ def tp_shard(meta_model: MetaModel, tp: int) -> Iterator[MetaModel]:
 
 
 def bytes_sent(func: Any, args: tuple[Any, ...], ranks: int) -> int | None:
-    """Return the bytes that one of `ranks` ranks sends in a collective operator; None for any other operator."""
+    """Return the bytes that one of `ranks` ranks sends in a collective operator, 0 for a wait; None for all others."""
     if func.namespace not in _COLLECTIVE_NAMESPACES:
         return None
     name = func._schema.name

@@ -22,10 +22,10 @@ class TallyUsage:
 
     Attributes:
         peak: most bytes.
-        net: bytes at the end.
+        net: bytes at the end; negative where the segment frees more than it allocates.
         parts: bytes at the peak, by label.
         net_parts: bytes at the end, by label.
-        series: (second, bytes) through the segment.
+        series: (second of the segment, bytes) after each change; empty where it is not recorded.
     """
 
     peak: int
@@ -43,8 +43,8 @@ class StepSegment:
         phase: `embed`, `forward`, `head` or `backward`.
         layer: decoder layer; None outside the layers.
         counters: growth of each counter in this segment.
-        memory: bytes of each tally.
-        lanes: work of each lane over time, where it is recorded.
+        memory: bytes of each tally, by its name.
+        lanes: (begin, end, label) of each lane's work, in seconds of the segment; empty where it is not recorded.
     """
 
     phase: str
@@ -95,12 +95,15 @@ class SegmentRecorder:
                 tally.on_change = partial(self._add_point, tier)
 
     def enter(self, layer: int | None) -> None:
-        """Begin a segment, unless the layer is the current one; the first layer ends the phase `embed`."""
+        """Begin a segment of a layer, or with None outside the layers, unless it is the current one.
+
+        In the phase `embed` this begins the phase `forward`.
+        """
         if layer != self._layer:
             self._next("forward" if self._phase == "embed" else self._phase, layer)
 
     def begin_phase(self, name: str) -> None:
-        """Begin a phase, and a segment outside the layers."""
+        """Begin a phase (`head` or `backward`), and with it a segment outside the layers."""
         self._next(name, None)
 
     def finish(self) -> None:
@@ -154,8 +157,8 @@ class Trace:
         peaks: most bytes of each tally.
         parts: bytes of each tally at its peak, by label.
         phases: (name, begin, end) in seconds.
-        memory: (second, bytes) of each tally, where it is recorded.
-        lanes: work of each lane over time, where it is recorded.
+        memory: (second, bytes) of each tally: its start, and each change where that is recorded.
+        lanes: (begin, end, label) of each lane's work, in seconds; empty where it is not recorded.
     """
 
     counters: Counters = field(default_factory=dict)
@@ -171,7 +174,7 @@ def join_segments(segments: Iterable[StepSegment], start: Mapping[str, Counter[s
 
     Args:
         segments: segments in order; one may come several times.
-        start: bytes that each tally holds before the first, by label.
+        start: bytes that each tally holds before the first segment, by label; every tally has an entry.
     """
     trace, now = Trace(), 0.0
     parts = {name: held.copy() for name, held in start.items()}

@@ -40,9 +40,9 @@ class AttentionShape:
 
     Attributes:
         name: of the model, for people.
-        heads: query heads.
-        kv_heads: key/value heads.
-        head_dim: of both.
+        heads: query heads on the device.
+        kv_heads: key/value heads on the device.
+        head_dim: of queries, keys and values.
         dtype: of keys and values.
     """
 
@@ -64,7 +64,7 @@ class ChunkPair:
         direction: forward or backward.
         sizes: tokens of a chunk, rising.
         attention: seconds of compute, at each size.
-        moves: seconds until its inputs have come and its results have left, at each size.
+        moves: seconds of its moves (see `move_seconds`), at each size.
     """
 
     direction: Direction
@@ -74,9 +74,10 @@ class ChunkPair:
 
     @property
     def crossing(self) -> float:
-        """Tokens of the smallest chunk from which on attention hides the moves: 0 for every size, infinity for none.
+        """Sweet spot: tokens of the smallest chunk from which on attention hides the moves.
 
-        Between two sizes a straight line of logarithms.
+        It is 0 if all of `sizes` hide them, and infinity if the largest does not. Between two sizes it is interpolated
+        in logarithms.
         """
         gaps = [math.log(work / move) for work, move in zip(self.attention, self.moves, strict=True)]
         short = [i for i, gap in enumerate(gaps) if gap < 0]
@@ -91,7 +92,7 @@ class ChunkPair:
 
 
 def bytes_of(direction: Direction, shape: AttentionShape, tokens: int) -> tuple[int, int]:
-    """Return the bytes that a chunk of keys and values moves for each chunk of queries: fetched, and written back.
+    """Return the bytes that one device moves for a pair of chunks in one layer: (fetched, written back).
 
     Forward fetches k and v. Backward fetches k, v and the fp32 sums of dk and dv, and writes the sums back.
     """
@@ -101,7 +102,9 @@ def bytes_of(direction: Direction, shape: AttentionShape, tokens: int) -> tuple[
 
 
 def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Hardware, tokens: int) -> float:
-    """Return seconds of attention of a chunk of queries against another chunk, all pairs of them.
+    """Return the seconds of attention of a chunk of queries against an earlier chunk, without a mask.
+
+    They are those of one layer on one device. A CPU profile without figures of the dtype gives those of fp32.
 
     Raises:
         ValueError: the profile has no figures of attention in the dtype.
@@ -123,17 +126,18 @@ def attention_seconds(direction: Direction, shape: AttentionShape, hardware: Har
 def move_seconds(
     direction: Direction, shape: AttentionShape, hardware: Hardware, tokens: int, devices: int = 1
 ) -> float:
-    """Return the seconds to fetch one chunk of keys and values and write back the gradient sums of another.
+    """Return the seconds of the moves that attention of a pair of chunks should hide.
 
-    Moves go over the link to host memory, or to the disk where host memory is the device. Both directions run at the
-    same time and share the link.
+    Forward fetches one chunk of keys and values. Backward also fetches its gradient sums, and meanwhile writes back
+    those of another chunk. Moves go over the link to host memory, or to the disk where host memory is the device. Both
+    directions run at the same time and share the link.
 
     Args:
         direction: of attention.
-        shape: of the layer.
+        shape: attention of one layer on one device.
         hardware: the machine.
-        tokens: of a chunk.
-        devices: of a node that do the same at the same time.
+        tokens: tokens of a chunk.
+        devices: devices of a node that do the same at the same time.
     """
     queues = DISK if hardware.link is None else LINK
     clock = SimClock(speeds_of(hardware, devices))
@@ -149,13 +153,16 @@ def move_seconds(
 def sweet_spot(
     hardware: Hardware, shape: AttentionShape = LLAMA_3_8B, *, sizes: Sequence[int] = SIZES, devices: int = 1
 ) -> dict[str, ChunkPair]:
-    """Return attention and its moves over chunk sizes, forward and backward.
+    """Return the seconds of attention and of its moves over chunk sizes; `ChunkPair.crossing` is the sweet spot.
 
     Args:
         hardware: the machine.
-        shape: of a model's layer on one device.
+        shape: attention of one layer on one device.
         sizes: tokens of chunks, rising.
         devices: see `move_seconds`.
+
+    Returns:
+        A pair under each of `forward` and `backward`.
 
     Raises:
         ValueError: the profile has no figures of attention in the dtype.
@@ -172,7 +179,7 @@ def sweet_spot(
 
 
 def in_words(pair: ChunkPair) -> str:
-    """Return from which chunk size on a pair's moves are hidden, as text."""
+    """Return text that says from which chunk size on a pair's moves are hidden."""
     crossing = pair.crossing
     if crossing == 0:
         return f"hidden at every size from {_tokens(pair.sizes[0])} tokens"
@@ -182,7 +189,7 @@ def in_words(pair: ChunkPair) -> str:
 
 
 def route(hardware: Hardware) -> str:
-    """Return the place that keys and values come from on a machine, as text."""
+    """Return the source of keys and values on a machine: `disk` where host memory is the device, else `host memory`."""
     return "disk" if hardware.link is None else "host memory"
 
 
@@ -199,9 +206,9 @@ def draw(
     Args:
         pairs: from `sweet_spot`.
         hardware: the machine of the pairs.
-        path: of the picture.
-        shape: of the pairs.
-        devices: of the pairs.
+        path: PNG file to write.
+        shape: as given to `sweet_spot`; the title names it.
+        devices: as given to `sweet_spot`; the title names it.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -261,7 +268,7 @@ def _draw_pair(axes: Axes, pair: ChunkPair, source: str) -> None:
 
 
 def _tokens(count: float) -> str:
-    """Return tokens for people: 900, 2.4K, 16K."""
+    """Return tokens for people, K for 1,024: 900, 2.4K, 16K."""
     if count < 1_000:
         return f"{count:.0f}"
     thousands = count / 1_024

@@ -1,8 +1,8 @@
-"""Charts of a run. Each is one matplotlib figure, saved as SVG for the page and as PNG for slides and papers.
+"""Charts of a run, drawn with matplotlib and saved as SVG for the page and as PNG for slides and papers.
 
-A chart is drawn in two widths, so that its text keeps its size on a telephone. Sizes are in pixels of the page. Colours
-are those of Okabe and Ito, which colour-blind people can tell apart; in the SVG they are CSS variables, so that one
-drawing serves light and dark.
+A chart has a figure in each of two widths, so that its text keeps its size on a telephone. Sizes are in pixels of the
+page. Colours are those of Okabe and Ito, which colour-blind people can tell apart. In the SVG they are CSS variables,
+so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReportChart:
     """A chart in both widths.
 
     Attributes:
-        name: Name of the PNG file without its end.
+        name: Name of the PNG file without `.png`.
         alt: Description for people who do not see it.
         wide: Figure for desktops, and for the PNG.
         narrow: Figure for telephones.
@@ -74,7 +74,7 @@ class ReportChart:
         return _svg(self.wide, self.alt, f"{self.name}-wide"), _svg(self.narrow, self.alt, f"{self.name}-narrow")
 
     def save_png(self, folder: Path) -> None:
-        """Write the wide figure as `folder/name.png`, at twice its size on the page."""
+        """Write the wide figure to a folder as `<name>.png`, at twice its size on the page."""
         with _style():
             # The version of matplotlib would make files differ that show the same.
             self.wide.savefig(folder / f"{self.name}.png", dpi=144, facecolor="white", metadata={"Software": None})
@@ -120,9 +120,10 @@ def charts_of(run: ReportedRun) -> dict[str, ReportChart]:
 
 
 def peak_holders(timeline: Timeline, tier: str) -> dict[str, int]:
-    """Return the bytes of each kind of data at a tier's peak, the largest first.
+    """Return the bytes of each kind of data at a tier's peak, the largest first; empty if no kind is known.
 
-    The smallest kinds, and bytes of no known kind, are "other". "free" follows where the capacity is near.
+    All but the seven largest kinds, and bytes of no known kind, are "other". "free" follows if the capacity is above
+    the peak, and at most four times the peak.
     """
     named = sorted(timeline.holders.get(tier, {}).items(), key=lambda item: (-item[1], item[0]))
     shares = {name: n for name, n in named[: MOST_HOLDERS - 1] if n}
@@ -209,7 +210,7 @@ def _draw_memory(steps: Mapping[str, Timeline], width: int, one_scale: bool = Fa
 
 
 def _top(steps: Sequence[Timeline], tier: str) -> int:
-    """Return the highest bytes to show: the peaks, and the capacities that are not far away."""
+    """Return the highest bytes to show: the largest of the peaks, and of the capacities that are not far away."""
     peak = max(step.peak(tier) or 0 for step in steps)
     capacities = [step.capacity.get(tier) or 0 for step in steps]
     return max([peak, *(capacity for capacity in capacities if capacity <= _FAR * peak)])

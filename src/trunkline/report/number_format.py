@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three digits, from ns to hours: 1.25 ms, 12 min 05 s."""
+    """Return a duration with about three digits, in ns to hours: 1.25 ms, 12 min 05 s."""
     if seconds >= 6000:
         minutes = round(seconds / 60)
         return f"{minutes // 60} h {minutes % 60:02} min"
@@ -23,7 +23,7 @@ def short_number(value: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Return a large number with an SI prefix: 12.3 k, 45.6 M, 789 T."""
+    """Return a number as text, from 10,000 on with an SI prefix: 9,999, 12.3 k, 45.6 M, 789 T."""
     for prefix, unit in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if value >= unit:
             return f"{short_number(value / (1e3 if prefix == 'k' else unit))} {prefix}"

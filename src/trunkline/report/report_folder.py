@@ -29,10 +29,10 @@ class WrittenReport:
 
 
 def write_report(run: Path, output: Path | None = None) -> WrittenReport:
-    """Write the report of a run.
+    """Write the report of a run: the page, a picture of each chart, and a trace if there is a timeline.
 
     Args:
-        run: Folder with some of metrics.jsonl, recipe.yaml, timeline.json, plan.json and before.json.
+        run: Folder of the run; `read_run` names the files that count.
         output: Folder to write; None means `report` in the run's folder. An earlier report there is replaced.
 
     Raises:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class LaneTotals(BaseModel, frozen=True):
-    """Bytes that a lane moved in a step, and seconds that compute waited for it."""
+    """Bytes that a lane of the first rank moved in a step, and seconds that its compute waited for the lane."""
 
     bytes: Count
     exposed_seconds: Amount
@@ -45,7 +45,7 @@ class LoggedStep(BaseModel, frozen=True):
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the whole step: the sum over its parts."""
         return sum(self.seconds.values())
 
     @property
@@ -72,6 +72,8 @@ class LoggedEvaluation(BaseModel, frozen=True):
 
 class StepFigures(BaseModel, frozen=True):
     """Figures of one step, planned or measured. An unknown figure is None or absent.
+
+    Peaks, waits and moves are those of the first rank.
 
     Attributes:
         seconds: Duration.
@@ -106,10 +108,10 @@ class ReportedRun:
         name: Name of the folder.
         steps: Steps of training; empty if there is no `metrics.jsonl`.
         evaluations: Evaluations between the steps; empty if there were none.
-        recipe: Text of the recipe.
-        timeline: One step over time.
-        before: One step of the same model, unchunked.
-        plan: Predictions.
+        recipe: Text of the recipe; None if there is no `recipe.yaml`.
+        timeline: One step over time; None if there is no `timeline.json`.
+        before: One step of the same model, unchunked; None if there is no `before.json`.
+        plan: Predictions; None if there is no `plan.json`.
     """
 
     name: str
@@ -122,7 +124,7 @@ class ReportedRun:
 
     @property
     def title(self) -> str:
-        """Title of the report."""
+        """Title of the report: the timeline's, else the name of the folder."""
         return self.timeline.title if self.timeline else self.name
 
 

@@ -13,12 +13,12 @@ from trunkline.units import TIERS, format_bytes
 
 
 class MeasuredStep(StepFigures, frozen=True):
-    """Figures of a step from a timeline, or from the steps of a run.
+    """Figures of a step from a timeline, measured or estimated, or from the steps of a run.
 
     Attributes:
         source: Origin of the figures, for people.
         seconds: Duration.
-        tokens: Tokens of all devices.
+        tokens: Tokens of the step, over all devices.
         tokens_per_second: Tokens of all devices per second.
         devices: Number of devices; None if unknown.
         flops_per_second: Model FLOP/s of all devices, recomputation not counted; None if unknown.
@@ -38,7 +38,10 @@ _TIMELINE = "the step of timeline.json"
 
 
 def measured_step(run: ReportedRun) -> MeasuredStep | None:
-    """Return the measured timeline's step, else the median of the steps after the first; None if neither exists."""
+    """Return the measured timeline's step, else the median of the steps after the first; None if neither exists.
+
+    Peaks are not medians but the highest of all steps.
+    """
     if run.timeline and run.timeline.source == "measured":
         return _from_timeline(run.timeline)
     return _from_steps(run.steps, run.timeline) if run.steps else None
@@ -103,7 +106,10 @@ class SummaryCard:
 
 
 def summary_cards(run: ReportedRun) -> list[SummaryCard]:
-    """Return the cards of a run: of its measured step, else its steps, else the estimated step, else the plan."""
+    """Return the cards of a run: of its measured step, else its steps, else the estimated step, else the plan.
+
+    Steps of a run add a card of their loss.
+    """
     step = measured_step(run) or (_from_timeline(run.timeline) if run.timeline else None)
     if step:
         cards = _step_cards(step, run)

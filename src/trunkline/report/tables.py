@@ -27,7 +27,7 @@ class ReportTable:
 
 
 def lane_table(timeline: Timeline) -> ReportTable:
-    """Return busy time, bytes and exposed time of every lane that has any of these."""
+    """Return busy time, bytes, bytes/s while busy, and exposed time of every lane that has any of these."""
 
     def duration(seconds: float) -> str:
         return f"{seconds_text(seconds)} ({seconds / timeline.seconds:.1%})"
@@ -49,7 +49,7 @@ def lane_table(timeline: Timeline) -> ReportTable:
 
 
 def plan_table(run: ReportedRun) -> ReportTable:
-    """Return every planned figure beside the measured one; no rows without a plan."""
+    """Return every known planned figure beside the measured one, and their ratio; no rows without a plan."""
     table = ReportTable(["", "predicted", "measured", "measured / predicted"], [])
     plan, step = run.plan, measured_step(run) or StepFigures()
     if plan is None:
@@ -77,7 +77,7 @@ def plan_table(run: ReportedRun) -> ReportTable:
 
 
 def score_table(evaluation: LoggedEvaluation) -> ReportTable:
-    """Return the scores of one evaluation by task and length; no rows without scores."""
+    """Return the scores of one evaluation by task and length, and its effective lengths; no rows without scores."""
     by_task = [by_length for tasks in evaluation.scores.values() for by_length in tasks.values()]
     lengths = sorted({n for by_length in by_task for n in by_length})
     table = ReportTable(["retrieved", *(f"{n:,} tokens" for n in lengths)], [])

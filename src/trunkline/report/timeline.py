@@ -56,7 +56,7 @@ class Timeline:
             everything else count.
         capacity: Bytes of each tier; None where no limit is known.
         holders: By tier, bytes of each kind of data at the tier's peak.
-        lanes: By lane (compute, fetch, stash, comm), its work: (begin, end, label).
+        lanes: By lane (compute, fetch, stash, comm), its work: (begin, end, label), in seconds.
         exposed: By lane, seconds that compute waited for it.
         moved: By lane, bytes.
         model_flops: FLOPs of the step, attention exactly causal, recomputation not counted; None if unknown.
@@ -150,7 +150,7 @@ class Timeline:
 
 
 def thinned(steps: Sequence[tuple[float, int]], end: float, most: int) -> StepFunction:
-    """Reduce a step function to at most `most` changes, and keep every spike.
+    """Reduce a step function to at most `most` changes, and keep its highest and lowest values.
 
     Time is cut into columns. The highest, the lowest and the last value of a column stay, each at its own second.
 
@@ -180,7 +180,10 @@ def disjoint(segments: Iterable[Segment]) -> Iterator[tuple[float, float]]:
 
 
 def within(steps: Iterable[tuple[float, int]], end: float) -> StepFunction:
-    """Return a step function whose seconds rise and do not exceed `end`; rounding may have swapped some."""
+    """Return a step function whose seconds never fall and do not exceed `end`; rounding may have swapped some.
+
+    A second is raised to the one before it, or lowered to `end`. No change is left out.
+    """
     ordered: StepFunction = []
     reached = 0.0
     for second, value in steps:
@@ -190,7 +193,7 @@ def within(steps: Iterable[tuple[float, int]], end: float) -> StepFunction:
 
 
 def clipped(lanes: Mapping[str, Iterable[Segment]], end: float) -> dict[str, list[Segment]]:
-    """Return the part of each lane's work between 0 and `end`, in order of beginnings."""
+    """Return the part of each lane's work between seconds 0 and `end`, in order of beginnings."""
     return {
         lane: sorted((max(0.0, a), min(b, end), label) for a, b, label in segments if a < end and b > 0)
         for lane, segments in lanes.items()

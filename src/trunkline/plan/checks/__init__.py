@@ -16,7 +16,8 @@ class Finding:
 
     Attributes:
         name: of the thing that was checked.
-        state: `ok`; `warn`: training works, but slower or with less memory; `fail`: training does not work.
+        state: `ok`; `warn`: training works, but slower, with less memory, or without some feature; `fail`: training
+            does not work.
         found: result of the check, in one line.
         fix: how to fix it; None where the state is `ok`.
     """
@@ -31,12 +32,12 @@ class Finding:
 
 
 def judge(name: str, found: str, fix: str | None) -> Finding:
-    """Return a warning with its fix, or without one a finding that all is well."""
+    """Return a finding: a warning if there is a fix, `ok` if it is None."""
     return Finding(name, "warn" if fix else "ok", found, fix)
 
 
 def attempt(name: str, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check. A check that breaks down is a finding, too: the other lines still help."""
+    """Yield the findings of a check; where it raises an exception, yield one warning that names the error."""
     try:
         findings = check()
     except Exception as error:

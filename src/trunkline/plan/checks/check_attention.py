@@ -22,10 +22,13 @@ _BETTER = {9: ("FlashAttention 3", "flash-attn 3 (flash_attn_interface)"), 10: (
 
 
 def check_attention(short: str, device: torch.device) -> Finding:
-    """Check the kernel of attention in a dtype, by computing a few tokens with it.
+    """Check the attention kernels that `HEAD_DIMS` get in a dtype, by computing a few tokens with each.
+
+    The finding names the kernels, and says why others do not serve. It fails if an output is wrong, and warns if
+    attention could be faster.
 
     Args:
-        short: a name of `DTYPES`.
+        short: a key of `DTYPES`: `fp32`, `bf16` or `fp16`.
         device: device to compute on.
     """
     name, dtype = f"attention {short}", DTYPES[short]
@@ -59,13 +62,13 @@ def check_attention(short: str, device: torch.device) -> Finding:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the distance of 1 and the next number in which products of a dtype are computed."""
+    """Return the machine epsilon of a dtype's products: 2**-7 for fp32 where PyTorch may use lower precision."""
     coarse = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return _COARSE if coarse else torch.finfo(dtype).eps
 
 
 def kernel_error(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """Return the error of a kernel's causal output against plain softmax attention in fp64, relative to the values."""
+    """Return the largest error of a kernel's causal output, as a share of the largest value; the reference is fp64."""
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(3, 1, 2, _TOKENS, head_dim, generator=generator, dtype=torch.float64).to(dtype)
     scale = head_dim**-0.5
@@ -82,7 +85,7 @@ def _fix(
     """Return how to make attention faster; None if nothing would.
 
     Args:
-        short: a name of `DTYPES`.
+        short: a key of `DTYPES`.
         device: device of the kernels.
         chosen: names of the kernels that serve the usual head dims.
         widened: a kernel computes in fp32, since the processor lacks instructions for the dtype.

@@ -33,7 +33,11 @@ def devices() -> list[torch.device]:
 
 
 def check_all(devices: Sequence[torch.device]) -> list[Finding]:
-    """Check devices, their attention kernels and their links."""
+    """Check every device and its link, the attention kernels of the first one, and Triton where there is a GPU.
+
+    Args:
+        devices: all CUDA devices, or the CPU alone; see `devices`.
+    """
     gpus = [device for device in devices if device.type == "cuda"]
     checks: dict[str, Check] = {f"device {gpu}": partial(check_gpu, gpu) for gpu in gpus} or {"device cpu": check_cpu}
     checks |= {f"attention {dtype}": partial(check_attention, dtype, devices[0]) for dtype in DTYPES}
@@ -44,7 +48,11 @@ def check_all(devices: Sequence[torch.device]) -> list[Finding]:
 
 
 def check_gpu(device: torch.device) -> Finding:
-    """Check that a CUDA device computes, is new enough, and is free."""
+    """Check a CUDA device.
+
+    The finding fails if the device does not compute. It warns below NVIDIA's compute capability 8.0, or if less than
+    90% of the memory is free.
+    """
     name, properties = f"device {device}", torch.cuda.get_device_properties(device)
     text = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
     try:
@@ -66,7 +74,11 @@ def check_gpu(device: torch.device) -> Finding:
 
 
 def check_cpu() -> Finding:
-    """Check the CPU, where it is the device: its threads and its instructions for half types."""
+    """Report the CPU where it is the device: its threads, and its instructions for half types.
+
+    The finding warns if there is a reason why PyTorch uses no GPU, else if there are more threads than usable
+    processors.
+    """
     usable, threads = usable_processors(), torch.get_num_threads()
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every PyTorch
     half = [name for name, there in capabilities.items() if there is True and name.endswith(("bf16", "fp16"))]
@@ -102,7 +114,10 @@ def _why_no_gpu() -> tuple[str, str] | None:
 
 
 def check_link(device: torch.device) -> Finding:
-    """Measure how fast chunks move between host memory and a device; a CPU has no link."""
+    """Measure how fast chunks move between host memory and a device; a CPU has no link, which is `ok`.
+
+    The finding warns below 10 GB/s, or if a direction falls below 60% of its speed while both are busy.
+    """
     if device.type != "cuda":
         return Finding("link", "ok", "host memory is the device: chunks cross no link")
     rates = measurements.link(device)
@@ -118,7 +133,10 @@ def check_link(device: torch.device) -> Finding:
 
 
 def check_ranks(num_gpus: int) -> Finding:
-    """Check that several processes could train together here, and how many torchrun has started.
+    """Check that several processes could train together here, and report how many torchrun has started.
+
+    The finding fails if torchrun has started more processes here than there are GPUs. It warns if PyTorch has no
+    torch.distributed, no gloo, or with GPUs no NCCL.
 
     Args:
         num_gpus: CUDA devices of this machine.
@@ -141,5 +159,5 @@ def check_ranks(num_gpus: int) -> Finding:
 
 
 def nccl_version() -> str:
-    """Return the version that this PyTorch was built with, such as 2.27.5."""
+    """Return the version of NCCL that this PyTorch was built with, such as 2.27.5."""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

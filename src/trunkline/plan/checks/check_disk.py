@@ -20,12 +20,14 @@ _SLOW = 500 * 10**6  # bytes a second; a SATA disk. NVMe disks make several time
 
 
 def measure_disk(folder: Path, nbytes: int = _FILE, seconds: float = _SECONDS) -> tuple[float, float, int]:
-    """Write and read a file that has no name, so that nothing stays behind, however this ends.
+    """Measure the sequential speed of a disk.
+
+    The file has no name, so that nothing stays behind, however this ends.
 
     Args:
-        folder: on the disk.
-        nbytes: of the file, in full blocks of 16 MiB; at least one is written.
-        seconds: after which each direction ends early.
+        folder: folder on the disk.
+        nbytes: most bytes to write, in full blocks of 16 MiB; at least one block is written.
+        seconds: seconds after which each direction ends early.
 
     Returns:
         Bytes a second that reach the disk, bytes a second read (not from the page cache, where the filesystem can be
@@ -52,7 +54,7 @@ def measure_disk(folder: Path, nbytes: int = _FILE, seconds: float = _SECONDS) -
 
 
 def filesystem_of(folder: Path) -> str:
-    """Return the type of the filesystem of a folder, such as `ext4`."""
+    """Return the type of the filesystem of a folder, such as `ext4`; `unknown` if no mount holds it."""
     mounts = [m for m in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(m.mountpoint)]
     # max takes the first of equals: reversed, so that of two mounts at one place the later, which is on top, counts.
     return max(reversed(mounts), key=lambda m: len(m.mountpoint)).fstype if mounts else "unknown"
@@ -61,8 +63,11 @@ def filesystem_of(folder: Path) -> str:
 def check_disk(folder: Path) -> list[Finding]:
     """Check the room of a folder for a scratch file, then the speed of its disk.
 
+    The only finding fails if the folder does not exist or cannot be written to. Otherwise the first one warns of a
+    filesystem in memory, and of less than 10 GiB free; the second is that of `check_speed`.
+
     Args:
-        folder: that `offload_dir` would name.
+        folder: folder that `offload_dir` would name.
     """
     if not folder.is_dir():
         return [Finding("disk", "fail", f"{folder} is not a folder", "Give an existing folder to --disk.")]
@@ -82,9 +87,11 @@ def check_disk(folder: Path) -> list[Finding]:
 def check_speed(folder: Path, free: int) -> Finding:
     """Measure how fast chunks would move to a scratch file in a folder, and back.
 
+    The finding warns if either direction is below 500 MB/s, or if there is no room to measure.
+
     Args:
-        folder: that `offload_dir` would name.
-        free: bytes there; the file takes at most half of them.
+        folder: folder that `offload_dir` would name.
+        free: free bytes there; the file takes at most half of them.
     """
     if free < 2 * _BLOCK:
         return judge("disk speed", f"not measured, with {format_bytes(free)} free", "Free some space there.")

@@ -54,7 +54,9 @@ _RULES: tuple[tuple[str, Callable[[str], bool], int, str, str | None], ...] = (
 
 
 def check_variables(num_gpus: int) -> list[Finding]:
-    """Return a finding for each variable whose value matters; one that says so where none does.
+    """Return a finding for each variable whose value changes training: a warning where there is a fix.
+
+    If there is none, return one `ok` finding that says so.
 
     Args:
         num_gpus: CUDA devices of this machine.

@@ -18,7 +18,7 @@ _OPEN_FILES = 1024  # the usual limit: enough for one machine, as long as nobody
 
 
 def check_host_memory() -> Finding:
-    """Check that host memory has room for offloaded chunks; on a CPU, for all tensors."""
+    """Check the available host memory, within the container's limit; warn below 4 GiB."""
     total, available, limit = psutil.virtual_memory().total, available_memory(), memory_limit()
     text = f"{format_bytes(available)} of {format_bytes(total)} available"
     if limit is not None and limit.limit < total:
@@ -33,7 +33,7 @@ def check_host_memory() -> Finding:
 
 
 def check_swap() -> Finding:
-    """Check that little memory has been moved to swap."""
+    """Check how much memory has been moved to swap; warn if more than a tenth of its space is used."""
     swap = psutil.swap_memory()
     fix = "End other programs, or set budgets and offload_dir: chunks are prefetched, and swapped memory is not."
     text = f"{format_bytes(swap.used)} of {format_bytes(swap.total)} used" if swap.total else "none"
@@ -41,7 +41,9 @@ def check_swap() -> Finding:
 
 
 def check_locked_memory(cuda: bool) -> Finding:
-    """Check that host memory can be locked: the slab that chunks move to from a CUDA device is.
+    """Check the limit on locked host memory; with a CUDA device any limit is a warning.
+
+    The host slab that chunks of a CUDA device move to is locked.
 
     Args:
         cuda: training is on a CUDA device.
@@ -57,7 +59,7 @@ def check_locked_memory(cuda: bool) -> Finding:
 
 
 def check_shared_memory() -> Finding:
-    """Check that processes can exchange data through shared memory, as NCCL and data loaders do."""
+    """Check the shared memory through which NCCL and data loaders exchange data; warn below 1 GiB free."""
     fix = "NCCL and data loaders die without it: docker run --shm-size=16g; in Kubernetes an emptyDir of medium Memory."
     if not SHARED.is_dir():
         return Finding("shared memory", "warn", f"{SHARED} does not exist", fix)
@@ -67,7 +69,7 @@ def check_shared_memory() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """Check how many files and connections a process may have open."""
+    """Check how many files and connections a process may have open; warn below 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return Finding("open files", "ok", "no limit")

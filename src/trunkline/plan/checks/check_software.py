@@ -38,13 +38,13 @@ def check_python() -> Finding:
 
 
 def requirements() -> dict[str, SpecifierSet]:
-    """Return the versions that the installed package requires, by package, without extras."""
+    """Return the versions that the installed trunkline requires, by package, without extras."""
     parsed = map(Requirement, metadata.requires("trunkline") or [])
     return {r.name: r.specifier for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
 def check_required(name: str) -> Finding:
-    """Check that a required package is there, new enough, and can be imported."""
+    """Check that a required package is installed, in a required version, and can be imported; else fail."""
     needed = requirements()[name]
     fix = f"pip install '{name}{needed}'"
     if (problem := _problem(name, needed)) is not None:
@@ -61,7 +61,7 @@ def check_required(name: str) -> Finding:
 
 
 def check_other_required(but: tuple[str, ...] = ()) -> Finding:
-    """Check that the other required packages are there and new enough.
+    """Check that the other required packages are installed in required versions; else fail. None is imported.
 
     Args:
         but: packages that have lines of their own.
@@ -76,7 +76,7 @@ def check_other_required(but: tuple[str, ...] = ()) -> Finding:
 
 
 def check_optional(name: str) -> Finding:
-    """Check the version of an optional package; if it is missing, name the feature that needs it."""
+    """Check the version of a package of `OPTIONAL`; warn if it is too old. A missing one is `ok`."""
     gives, needed = OPTIONAL[name]
     try:
         version = metadata.version(name)
@@ -88,7 +88,7 @@ def check_optional(name: str) -> Finding:
 
 
 def check_compiler() -> Finding:
-    """Check that `compile=True` has a C and a C++ compiler and Python's headers."""
+    """Check that `compile=True` has a C and a C++ compiler and Python's headers; else warn."""
     programs = {"C": os.environ.get("CC", "gcc"), "C++": os.environ.get("CXX", "g++")}
     paths = {language: shutil.which(program) for language, program in programs.items()}
     if None in paths.values():
@@ -102,7 +102,7 @@ def check_compiler() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Check that Triton is installed; `compile=True` needs it on a CUDA device."""
+    """Check that Triton is installed, which `compile=True` needs on a CUDA device; else warn."""
     for name in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         if _problem(name, SpecifierSet()) is None:
             return Finding("triton", "ok", f"{metadata.version(name)}, for compile=True on CUDA")

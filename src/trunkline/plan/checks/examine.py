@@ -17,7 +17,7 @@ def examine(folder: Path) -> Iterator[tuple[str, Finding]]:
     PyTorch is first imported inside a check: where it is broken, the other lines still say what is well.
 
     Args:
-        folder: whose disk is measured.
+        folder: folder whose disk is measured.
 
     Yields:
         The title of a section, and one of its findings.

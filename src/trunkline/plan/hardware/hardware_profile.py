@@ -1,7 +1,8 @@
 """Hardware profiles: `Hardware`, a machine that a plan is for, and where profiles come from.
 
 A profile is data: `profiles.toml` beside this module has common accelerators, `trunkline tune` writes `this-machine`,
-and `load` takes any file of the same form. A rate that no figure tells is refused, never guessed.
+and `load` takes any file of the same form. A dtype without figures is refused, unless another stands in for it
+(`Hardware.matmul_rate` says which).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _T = TypeVar("_T")
 
 
 class Hardware(ProfileFigures):
-    """A kind of machine: sizes, speeds, and rates of compute.
+    """A kind of machine: sizes, speeds, and rates of compute. `ProfileFigures` lists its other attributes.
 
     FLOPs are counted so: a matrix product of (m, k) and (k, n) is 2mnk. Attention of one query head is 4 · head_dim for
     each pair of a query and a key that it sees, forward, and 10 · head_dim backward (five products); a causal square of
@@ -53,7 +54,7 @@ class Hardware(ProfileFigures):
 
     Attributes:
         name: of the profile.
-        attention_kernel: the kernel whose attention figures count.
+        attention_kernel: name of the kernel whose attention figures count.
         figures: the whole profile as nested tables, which `to_toml` writes.
     """
 
@@ -75,7 +76,7 @@ class Hardware(ProfileFigures):
         Args:
             figures: as in a profile file; with a `base`, only the figures that differ from it.
             name: of the profile.
-            attention: the kernel whose attention figures count; None takes the profile's default.
+            attention: name of the kernel whose attention figures count; None takes the profile's default.
             where: text that errors begin with; None is the name.
 
         Raises:
@@ -91,7 +92,10 @@ class Hardware(ProfileFigures):
         return cls.model_construct(**dict(checked), name=name, attention_kernel=kernel, figures=whole)
 
     def peak_rate(self, dtype: torch.dtype) -> float:
-        """Return the data sheet's dense FLOP/s; fp32 is PyTorch's default, without TF32.
+        """Return the peak dense FLOP/s of one device; fp32 is PyTorch's default, without TF32.
+
+        The peak is the data sheet's; `trunkline tune` writes its fastest matrix product instead. fp16 counts as bf16
+        where it has no figure of its own.
 
         Raises:
             ValueError: the profile has no figure for the dtype.
@@ -99,10 +103,10 @@ class Hardware(ProfileFigures):
         return self._of(dtype, "peak", self.peak)
 
     def matmul_rate(self, dtype: torch.dtype, m: int, n: int, k: int) -> float:
-        """Return FLOP/s (2mnk) of a product of (m, k) and (k, n).
+        """Return one device's FLOP/s (2mnk) for a product of (m, k) and (k, n).
 
-        Samples are weighted by their nearness in the logarithms of m, n and k. fp16 counts as bf16 where it has no
-        samples of its own, and fp32 on a GPU as bf16 in proportion to the peaks.
+        Samples are weighted by their nearness in the logarithms of m, n and k. Where fp16 has no samples of its own it
+        counts as bf16. Where fp32 has none on a GPU it counts as bf16, in proportion to the peaks.
 
         Raises:
             ValueError: the profile has no figures for the dtype.
@@ -113,7 +117,9 @@ class Hardware(ProfileFigures):
     def attention_rate(
         self, direction: Direction, dtype: torch.dtype, head_dim: int, queries: int, keys: int, *, causal: bool
     ) -> float:
-        """Return FLOP/s of an attention kernel; the class says how they are counted, `matmul_rate` which dtypes.
+        """Return one device's FLOP/s of the attention kernel, counted as the class says.
+
+        Dtypes without samples are replaced as in `matmul_rate`.
 
         Samples are weighted by their nearness in the logarithms of queries and keys. For a head dim without samples
         the time of a pair is interpolated linearly between head dims with samples (on GPUs after padding to a multiple
@@ -123,8 +129,8 @@ class Hardware(ProfileFigures):
             direction: forward or backward.
             dtype: of queries, keys and values.
             head_dim: of queries and keys.
-            queries: rows of one call.
-            keys: of the same call.
+            queries: query rows of each head in one call.
+            keys: keys of each head in that call.
             causal: the call masks (the lower triangle, or a trapezium aligned to the last key); otherwise all pairs.
 
         Raises:
@@ -136,11 +142,12 @@ class Hardware(ProfileFigures):
         return factor * rate_of_head_dim(head_dim, rates, padded=self.device_type == "cuda")
 
     def memory_rate(self, kind: MemoryKind, nbytes: int) -> float:
-        """Return bytes/s, read and written together, of an operation that device memory bounds.
+        """Return one device's bytes/s, read and written together, of an operation that device memory bounds.
 
         Args:
-            kind: a copy, arithmetic element by element, the same with exponentials or logarithms, or a reduction.
-            nbytes: that the operation reads and writes.
+            kind: `copy`; `pointwise`, which is arithmetic element by element; `transcendental`, which is the same with
+                functions such as exponentials; or `reduction`.
+            nbytes: bytes that the operation reads and writes together.
         """
         return self.memory[kind].rate(nbytes)
 
@@ -169,11 +176,15 @@ class Hardware(ProfileFigures):
 
 
 def speeds_of(hardware: Hardware | None, devices: int) -> QueueSpeeds:
-    """Return the speeds of links and disks for the simulated clock: the share of one device in its node.
+    """Return the speeds of one device for the simulated clock.
+
+    They are its share of the node's links, host memory and disks, how much busy lanes slow compute down, and the
+    host's time of an operator.
 
     Args:
         hardware: the machine; None for one on which nothing takes time.
-        devices: that work at the same time, over all nodes; those of a node share its uplinks, memory and disks.
+        devices: devices that work at the same time, over all nodes; those of one node share its uplinks, host memory
+            and disks.
     """
     if hardware is None:
         return QueueSpeeds()
@@ -215,7 +226,7 @@ def this_machine_path() -> Path:
 
 
 def names() -> list[str]:
-    """Return the profiles that come with Trunkline, and `this-machine` where `trunkline tune` has measured it."""
+    """Return the names of the bundled profiles, and `this-machine` where `trunkline tune` has measured it."""
     return [*_bundled(), *([THIS_MACHINE] if this_machine_path().is_file() else [])]
 
 
@@ -224,7 +235,7 @@ def load(name_or_path: str, *, attention: str | None = None) -> Hardware:
 
     Args:
         name_or_path: one of `names()`, or a path that ends in `.toml`; `trunkline tune` wrote `this-machine`.
-        attention: whose attention figures count, such as `"fa3"`; None takes the default, PyTorch's own.
+        attention: name of the kernel whose attention figures count, such as `"fa3"`; None takes the profile's default.
 
     Raises:
         ValueError: there is no such profile or file, the file is malformed (the text names file, key, form), or there
@@ -255,9 +266,13 @@ def parse(text: str, *, name: str = "profile", attention: str | None = None, whe
 
 
 def profile_of(device: torch.device) -> Hardware | None:
-    """Return this machine's own profile if `trunkline tune` wrote one for this kind of device, or a bundled one.
+    """Return the profile of a device of this machine; None if there is none, since a guess would be worse.
 
-    None where neither is there: a guess would be worse.
+    The profile that `trunkline tune` wrote counts first, if it is for this device type (cuda or cpu). Otherwise a CUDA
+    device has a bundled one by its name, and a CPU has none.
+
+    Raises:
+        ValueError: the file that `trunkline tune` wrote is malformed.
     """
     if this_machine_path().exists():
         measured = load(THIS_MACHINE)

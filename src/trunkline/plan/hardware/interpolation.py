@@ -1,7 +1,8 @@
 """Rates of any size, interpolated between measured sizes.
 
-Between samples a rate is interpolated in the logarithms of sizes and rates. Beyond the outermost samples it stays
-the same: no rate is ever above the fastest sample or below the slowest.
+Between samples a rate is interpolated in the logarithms of sizes and rates. Beyond the outermost samples a rate of
+`RateSamples` stays the same, so that it is never above the fastest sample or below the slowest. Two cases have formulas
+of their own: causal attention over more keys, and other head dims.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ class RateSamples:
     """Rates at points of several sizes: exact at a point, inverse distance weighting in between.
 
     Args:
-        rows: the sizes of a point, then its rate.
+        rows: one for each point: its sizes, 1 or more each, then its rate.
+
+    Attributes:
+        largest_sizes: largest sample of each size.
+        fastest: highest rate of all samples.
+        at_largest: rate of the last point in the order of sizes; in a `RateCurve` that of the largest size.
     """
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:
@@ -34,7 +40,7 @@ class RateSamples:
         self._known: dict[tuple[float, ...], float] = {}  # an estimate asks for few sizes, thousands of times
 
     def rate(self, *sizes: float) -> float:
-        """Return the rate at these sizes; a size below 1 counts as 1."""
+        """Return the rate at these sizes; a size beyond the samples counts as the nearest sampled one."""
         if sizes not in self._known:
             place = np.log2(np.maximum(sizes, 1)).clip(self._places.min(axis=0), self._places.max(axis=0))
             squared = ((self._places - place) ** 2).sum(axis=1)
@@ -59,7 +65,10 @@ class AttentionSamples:
     """Rates of attention kernels over queries and keys, with and without a causal mask.
 
     Args:
-        rows: queries, keys, 1 if causal or 0, FLOP/s.
+        rows: one for each sample: queries, keys, 1 if causal or 0, FLOP/s.
+
+    Attributes:
+        fastest: highest FLOP/s of all samples.
 
     Raises:
         ValueError: only causal samples are given, or only others.
@@ -73,7 +82,7 @@ class AttentionSamples:
         self.fastest = max(self._causal.fastest, self._full.fastest)
 
     def rate(self, queries: int, keys: int, causal: bool) -> float:
-        """Return FLOP/s of one call."""
+        """Return FLOP/s of one call; with more keys than any causal sample, a causal rate nears that without a mask."""
         full, edge = self._full.rate(queries, keys), self._causal.largest_sizes[1]
         if not causal:
             return full
@@ -85,11 +94,14 @@ class AttentionSamples:
 
 
 def rate_of_head_dim(head_dim: int, rates: Mapping[int, float], *, padded: bool) -> float:
-    """Return FLOP/s of a head dim from those of others: the time of a pair of tokens is linear in between.
+    """Return FLOP/s of a head dim from those of others.
+
+    Between two of them the time of a pair of tokens is linear. Below all of them that time stays, above all of them the
+    rate.
 
     Args:
         head_dim: of queries and keys.
-        rates: FLOP/s of the head dims that were measured.
+        rates: FLOP/s by head dim, of those that were measured; at least one.
         padded: kernels pad the head dim to a multiple of 32, as they do on GPUs.
     """
     if head_dim in rates:

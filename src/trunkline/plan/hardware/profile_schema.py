@@ -99,7 +99,7 @@ _AttentionTables: TypeAlias = Annotated[dict[Dtype, _HeadDims], Field(min_length
 
 
 class _ProfileTable(BaseModel):
-    """A table of a profile: all of its keys are known, and those without a default are there."""
+    """Table of a profile: refuses a missing key without a default, and an unknown key unless `extra` allows it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -124,7 +124,15 @@ def _key_error(text: str) -> PydanticCustomError:
 
 
 class LinkFigures(_ProfileTable):
-    """Link between host memory and a device, bytes/s: one direction at a time, and each while both are busy."""
+    """Link between host memory and one device.
+
+    Attributes:
+        to_device: bytes/s from host memory to the device, while the other direction is idle.
+        to_host: bytes/s from the device to host memory, while the other direction is idle.
+        both_to_device: bytes/s to the device while both directions are busy.
+        both_to_host: bytes/s to host memory while both directions are busy.
+        devices_per_uplink: devices that share these speeds.
+    """
 
     to_device: BytesPerSecond
     to_host: BytesPerSecond
@@ -134,7 +142,7 @@ class LinkFigures(_ProfileTable):
 
 
 class DiskFigures(_ProfileTable):
-    """Scratch disks of a node, bytes/s: one direction at a time, and each while both are busy."""
+    """Bytes/s of all scratch disks of a node together: one direction at a time, and each while both are busy."""
 
     read: BytesPerSecond
     write: BytesPerSecond
@@ -146,7 +154,7 @@ class CollectiveFigures(_ProfileTable):
     """Collectives over some ranks.
 
     Attributes:
-        bandwidth: bus bandwidth of a device, bytes/s: the bytes that a ring would send, over the time.
+        bandwidth: bus bandwidth of a device, bytes/s: the bytes that each rank of a ring would send, over the time.
         latency: seconds of the smallest collective.
     """
 
@@ -155,7 +163,7 @@ class CollectiveFigures(_ProfileTable):
 
 
 class AttentionFigures(_ProfileTable):
-    """FLOP/s of one attention kernel, by direction, dtype and head dim."""
+    """FLOP/s of one attention kernel on one device, by direction, dtype and head dim."""
 
     forward: _AttentionTables
     backward: _AttentionTables
@@ -181,7 +189,28 @@ class AttentionKernels(_ProfileTable):
 
 
 class ProfileFigures(_ProfileTable):
-    """All figures of a profile; `docs/plan.md` explains each."""
+    """All figures of a profile; `docs/plan.md` explains each.
+
+    Attributes:
+        title: name of the hardware for people.
+        device_type: `cuda` (also for ROCm) or `cpu`.
+        hypothetical: nobody sells such a machine.
+        memory_bytes: memory of one device.
+        devices_per_node: devices of a node.
+        host_bytes: host memory of a node; None if it must be given with each plan.
+        host_bandwidth: bytes/s of a node's host memory, read and written together.
+        link: link between host memory and a device; None for a CPU.
+        disk: scratch disks of a node.
+        intra: collectives within a node; None if unknown.
+        inter: collectives between nodes; None if unknown.
+        kernel_seconds: least seconds of an operator on the device.
+        host_seconds: seconds in which the host issues one operator.
+        interference: share of compute's speed that is lost while a lane is busy, by lane; 0 without an entry.
+        peak: peak dense FLOP/s of one device by dtype; fp32 without TF32.
+        matmul: FLOP/s of matrix products on one device by dtype, over m, n and k.
+        attention: FLOP/s of the attention kernels.
+        memory: bytes/s of one device's operators that memory bounds, by kind, over the bytes read and written.
+    """
 
     title: str = Field(min_length=1, description="a name of the hardware for people, as text")
     device_type: Literal["cuda", "cpu"] = Field(description='"cuda" or "cpu"')
@@ -218,7 +247,7 @@ def check_figures(tables: Mapping[str, Any], where: str) -> ProfileFigures:
     """Check the tables of a profile and read their numbers.
 
     Args:
-        tables: the profile, its base merged in.
+        tables: the profile as TOML has it, its base merged in.
         where: the file or name that errors begin with.
 
     Raises:
@@ -272,7 +301,7 @@ def _is_table(entry: Any) -> bool:
 
 
 def entries_of(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every entry that is no table, with its dotted name."""
+    """Yield the dotted name and the value of every entry that is no table; names begin with `path`."""
     for key, entry in table.items():
         if _is_table(entry):
             yield from entries_of(entry, f"{path}{key}.")
@@ -281,7 +310,7 @@ def entries_of(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def merge_figures(base: Mapping[str, Any], own: Mapping[str, Any], base_name: str) -> dict[str, Any]:
-    """Return a profile over its base; a figure taken over from the base says so in its source."""
+    """Return the base's entries, replaced by the profile's own; the source of an inherited figure names the base."""
     merged = {**base, **own}
     for key, inherited in base.items():
         if _is_table(inherited) and _is_table(own.get(key, {})):
