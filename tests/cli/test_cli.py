@@ -172,6 +172,7 @@ def test_invalid_recipes_exit_with_2(tmp_path, capsys, content, message):
     assert err.count("\n") == 1
 
 
+@pytest.mark.soak
 def test_wrong_settings_in_a_real_process(recipe):
     done = trunkline("train", recipe, "--optimizer.lrr", "1")
     assert done.returncode == 2
@@ -202,7 +203,18 @@ def test_bugs_keep_their_traceback(recipe, monkeypatch):
 
 
 def test_an_interruption_exits_with_130_and_one_sentence(recipe, tmp_path):
-    command = [sys.executable, "-u", "-m", "trunkline", "train", str(recipe), "--steps", "100000"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "trunkline",
+        "train",
+        str(recipe),
+        "--steps",
+        "100000",
+        "--preflight",
+        "false",
+    ]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -221,7 +233,7 @@ def test_an_interruption_exits_with_130_and_one_sentence(recipe, tmp_path):
     assert process.returncode == 130
     assert re.fullmatch(r"Interrupted; no model was written\. The metrics of the \d+ steps so far are in '.*'\.\n", err)
     (partial,) = tmp_path.glob("run.partial-*")
-    assert {path.name for path in partial.iterdir()} - {"timeline.json"} == {"metrics.jsonl", "plan.json"}
+    assert {path.name for path in partial.iterdir()} - {"timeline.json"} == {"metrics.jsonl"}
     assert not (tmp_path / "run").exists()
 
 

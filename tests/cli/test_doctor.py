@@ -183,6 +183,7 @@ def test_plain_lines_elsewhere():
     assert lines[3].strip() == "→ " + ("ulimit -l unlimited " * 9).strip()
 
 
+@pytest.mark.soak
 def test_a_real_process_is_done_in_time_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "trunkline", "doctor", "--disk", str(tmp_path)]
     start = time.perf_counter()

@@ -188,6 +188,7 @@ def test_a_profile_is_replaced_as_a_whole_or_not_at_all(quick, capsys, monkeypat
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["here-sweet-spot.png", "here.toml"]
 
 
+@pytest.mark.soak
 def test_a_real_machine_is_measured(monkeypatch, capsys, tmp_path):
     """Measure this machine, at few sizes."""
     for name, sizes in (("MATMUL", (64, 128)), ("MEMORY", (2**16, 2**22)), ("ATTENTION", ((128, 128), (128, 256)))):

@@ -70,7 +70,7 @@ RECOMPUTED = {"checkpoint_every": 2, "keep": ()}
     ("parallel_dims", "settings"),
     [
         ({"sp": 2}, HEAD_GROUPS),
-        ({"cp": 2}, STREAMED),
+        pytest.param({"cp": 2}, STREAMED, marks=pytest.mark.soak),
         pytest.param({"sp": 2}, RECOMPUTED, marks=pytest.mark.soak),
         pytest.param({"cp": 2}, RECOMPUTED, marks=pytest.mark.soak),
         pytest.param({"sp": 2}, STREAMED, marks=pytest.mark.soak),
@@ -109,7 +109,8 @@ def compiled(parallel_dims: dict[str, int]) -> tuple[list[float], list[int]]:
     return errors, graphs
 
 
-@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.soak
+@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"tp": 2}], ids=str)
 def test_compiled_layers_are_traced_once(parallel_dims: dict[str, int]) -> None:
     """Over sp two chunks are in the same compiled layer at a time."""
     for errors, (first, second) in run(2, compiled, parallel_dims, fresh=True):

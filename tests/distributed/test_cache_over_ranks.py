@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from oracle import tokens
 
@@ -46,10 +48,10 @@ SP, CP, LARGE = {"sp": 2}, {"cp": 2}, 400_000
 
 @pytest.mark.parametrize(
     ("parallel_dims", "zero", "budget", "window"),
-    [  # each pair of values once
-        (SP, None, None, 20), (SP, None, LARGE, None), (CP, None, None, None), (CP, None, LARGE, 20),
-        (SP, 3, None, None), (SP, 3, LARGE, 20), (CP, 3, None, 20), (CP, 3, LARGE, None),
-    ],
+    others_in_soak(
+        itertools.product((SP, CP), (None, 3), (None, LARGE), (None, 20)),
+        [(SP, None, LARGE, None), (CP, None, None, 20), (SP, 3, None, 20), (CP, 3, LARGE, None)],
+    ),
 )  # fmt: skip
 def test_logits_of_two_ranks(
     parallel_dims: dict[str, int], zero: int | None, budget: int | None, window: int | None, tmp_path: Path

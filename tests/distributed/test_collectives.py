@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from cases import others_in_soak
 from families import build
 from oracle import tokens
 from torch import Tensor
@@ -57,8 +58,7 @@ def count(parallel_dims: dict[str, int], seq_len: int, keep: tuple[str, ...], ze
 @pytest.mark.parametrize("keep", [("attention",), ("attention", "kv")], ids=["attention", "both"])
 def test_collectives_of_a_step_over_sp(keep: tuple[str, ...]) -> None:
     """One all-gather a layer and sweep; one all-to-all a chunk and direction; one reduction of gradients."""
-    every = ((40, 3), (80, 3), (80, 2), (80, 0))
-    for seq_len, zero in every if keep == ("attention",) else every[:1]:
+    for seq_len, zero in ((40, 3), (80, 2), (40, 0)) if keep == ("attention",) else ((80, 3),):
         n = seq_len // CHUNK
         forward, backward, largest, parameters = run(2, count, {"sp": 2}, seq_len, keep, zero)[0]
         gathers = 1 + LAYERS if zero else 0  # what is in no layer, and each layer
@@ -164,9 +164,9 @@ def order(
 @pytest.mark.parametrize(
     ("options", "forward", "backward"),
     [
-        ({"keep": ("attention", "kv")}, lambda n: (2 * n, 0), lambda n: (4 * n, 3)),
+        pytest.param({"keep": ("attention", "kv")}, lambda n: (2 * n, 0), lambda n: (4 * n, 3), marks=pytest.mark.soak),
         ({"keep": ("attention",)}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 4)),
-        ({"keep": ()}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 5)),
+        pytest.param({"keep": ()}, lambda n: (2 * n, 0), lambda n: (5 * n - 1, 5), marks=pytest.mark.soak),
         # Here the gradient of a chunk's output is all that can be computed of it, and comes too late.
         ({"attn_strategy": "head_groups", "device_budget": "1GiB"}, lambda n: (3 * n, 1), lambda n: (5 * n, n + 3)),
     ],
@@ -182,7 +182,7 @@ def test_a_neighbouring_chunk_computes_during_exchanges(
             assert (exchanges / LAYERS, exposed / LAYERS) == expected
 
 
-@pytest.mark.parametrize(("keep", "times"), [(("attention",), 1), ((), 2)], ids=["attention", "nothing"])
+@pytest.mark.parametrize(("keep", "times"), others_in_soak([(("attention",), 1), ((), 2)], [((), 2)]))
 def test_keys_are_gathered_while_earlier_ones_are_in_use(keep: tuple[str, ...], times: int) -> None:
     """All gathers overlap with compute, except the first of a sweep and that of chunk 0."""
     for n in (4, 8):

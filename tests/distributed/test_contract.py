@@ -152,7 +152,7 @@ def interrupted(parallel_dims: dict[str, int]) -> tuple[list[str], float, float]
     return said, worst, max(losses) - min(losses)
 
 
-@pytest.mark.parametrize("parallel_dims", [{"sp": 2}, {"cp": 2}], ids=["sp", "cp"])
+@pytest.mark.parametrize("parallel_dims", others_in_soak([{"sp": 2}, {"cp": 2}], [{"sp": 2}]), ids=str)
 def test_training_goes_on_after_an_interrupted_sweep(parallel_dims: dict[str, int]) -> None:
     for said, *differences in run(2, interrupted, parallel_dims):
         assert said == ["no more of forward", "no more of backward"]
@@ -198,7 +198,7 @@ def test_killed_rank_is_noticed_if_rank_0_holds_the_store(failing: int, tmp_path
     assert "another rank has ended: it had fewer batches" in text
 
 
-@pytest.mark.parametrize("how", ["raises", "killed", "lives on"])
+@pytest.mark.parametrize("how", others_in_soak(["raises", "killed", "lives on"], ["raises", "killed"]))
 def test_failed_rank_stops_the_others_with_its_reason(how: str, tmp_path: Path) -> None:
     begun = time.monotonic()
     scratch, log = tmp_path / "scratch", tmp_path / "stderr"

@@ -77,7 +77,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param({"sp": 2}, id="sp"),
+        pytest.param({"sp": 2}, id="sp", marks=pytest.mark.soak),
         pytest.param({"dp": 2}, id="dp", marks=pytest.mark.soak),
         pytest.param({"cp": 2, "zero": 2}, id="cp", marks=pytest.mark.soak),
         pytest.param({"tp": 2, "zero": 0}, id="tp", marks=pytest.mark.soak),

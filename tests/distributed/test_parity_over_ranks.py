@@ -135,12 +135,10 @@ FEW = [
 ]
 FAST: dict[str, tuple[dict[str, int], list[Case]]] = {
     "sp2": ({"sp": 2}, FEW),
-    "cp2": ({"cp": 2}, FEW),
-    "dp2": ({"dp": 2}, FEW),
+    "cp2": ({"cp": 2}, FEW[1:]),
+    "dp2": ({"dp": 2}, FEW[:1]),
     "tp2": ({"tp": 2}, [Case(zero=0, steps=3), Case(zero=0, family="qwen3", heads={}, keep=())]),
-    "cp3": ({"cp": 3}, FEW[1:]),
-    "sp2-tp2": ({"sp": 2, "tp": 2}, [Case(family="qwen3", heads={}, keep=("kv",))]),
-    "dp2-sp2": ({"dp": 2, "sp": 2}, FEW[:1]),
+    "dp2-sp2": ({"dp": 2, "sp": 2}, FEW[1:2]),
 }
 TWO_AXES = [Case(steps=5), Case(keep=()), Case(family="qwen3", heads={}, keep=("kv",))]
 SOAK: dict[str, tuple[dict[str, int], list[Case]]] = {
@@ -149,6 +147,8 @@ SOAK: dict[str, tuple[dict[str, int], list[Case]]] = {
     "dp2": ({"dp": 2}, SPREAD),
     "tp2": ({"tp": 2}, [Case(zero=0, steps=5), *(Case(zero=0, keep=keep) for keep in KEEPS), *FOR_TP]),
     "tp2-families": ({"tp": 2}, [Case(zero=0, family=family, heads={}) for family in PLANNED]),
+    "few-cp2": ({"cp": 2}, FEW),
+    "few-dp2": ({"dp": 2}, FEW),
     "cp3": ({"cp": 3}, SPREAD),
     "sp3": ({"sp": 3}, [Case(heads=NINE, steps=5), *(Case(heads=NINE, batch=b, seq_len=n) for b, n in SHAPES)]),
     "sp3-all": ({"sp": 3}, [replace(case, heads=heads(6, 3)) for case in SPREAD if case.heads]),

@@ -141,6 +141,7 @@ def test_results_are_those_of_the_plain_model(
     assert found["config"]["chunk_size"] == 64
 
 
+@pytest.mark.soak
 def test_command_line(folder: Path, plain: Any, tasks: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tasks[0]
     settings = f"pretrained={folder},chunk_size=64,device_budget=20MiB,offload_dir={path}"

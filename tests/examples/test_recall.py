@@ -165,10 +165,10 @@ def test_it_learns_and_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> Non
     histories = []
     for _ in range(2):
         learner = models.Learner(models.build(seed=0), "full")
-        histories.append(training.train(learner, [training.Stage(LENGTH, 20), training.Stage(128, 4)], seed=0))
+        histories.append(training.train(learner, [training.Stage(LENGTH, 20), training.Stage(128, 2)], seed=0))
     losses = histories[0].losses
     assert losses == histories[1].losses
-    assert histories[0].lengths == [64] * 20 + [128] * 4
+    assert histories[0].lengths == [64] * 20 + [128] * 2
     assert len(histories[0].seconds) == len(histories[0].processor_seconds) == 2
     assert losses[0] > math.log(task.VOCAB_SIZE) - 0.1  # every token as likely as another
     assert losses[19] < losses[0] - 0.5

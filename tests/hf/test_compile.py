@@ -44,6 +44,7 @@ def test_layers_are_compiled_once_whatever_the_lengths(family: str, counter: Com
     check(plain(model, tokens(2, 21), tokens(2, 21)), expected[21], torch.float32)
 
 
+@pytest.mark.soak
 def test_layers_compiled_by_the_user(counter: CompileCounter) -> None:
     model = build("llama", torch.float32, num_hidden_layers=2)
     ids = tokens(2, 21)

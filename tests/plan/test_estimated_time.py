@@ -13,7 +13,7 @@ from trunkline.plan.estimate import StepTiming, estimate
 from trunkline.plan.hardware import figure, points
 from trunkline.plan.model_states import AdamWSpec
 
-S, C, E, V, LAYERS, HEADS = 64, 16, 32, 97, 3, 4
+S, C, E, V, LAYERS, HEADS = 32, 8, 32, 97, 3, 4
 N = S // C
 LEAN = {"device_budget": "24KiB", "host_budget": "1MiB", "attn_strategy": "streamed", "chunk_size": 4}
 

@@ -28,8 +28,11 @@ from trunkline.plan.search_space import (
 from trunkline.plan.simulated_sharding import ShardingSpec
 
 MIB = 2**20
-META_MODEL = MetaModel.from_model(
-    build("llama", torch.bfloat16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+META_MODEL, TWO_LAYERS = (
+    MetaModel.from_model(
+        build("llama", torch.bfloat16, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
+    )
+    for layers in (4, 2)
 )
 
 
@@ -101,12 +104,12 @@ def test_the_host_budget_is_what_the_step_needs() -> None:
 def test_the_longest_fits_and_an_eighth_more_does_not(device_mib: int) -> None:
     """Host memory limits the context; the search ends for every size of the device."""
     small = cluster(device_mib, host=64 * MIB)
-    plan = Planner(META_MODEL, small).longest(TrainingJob(4_096), timed=False)
+    plan = Planner(TWO_LAYERS, small).longest(TrainingJob(4_096), timed=False)
     assert plan.excess <= 0
     assert plan.job.context % 1_024 == 0
     more = TrainingJob(plan.job.context * 9 // 8 // 1_024 * 1_024 + 1_024)
-    planner = Planner(META_MODEL, small)
-    for keep, every in keep_options(more, 4):
+    planner = Planner(TWO_LAYERS, small)
+    for keep, every in keep_options(more, 2):
         for chunk in chunk_sizes(more, small.hardware):
             candidate = Candidate(ParallelDims(), plan.candidate.sharding_spec, chunk, keep, every)
             assert planner._shortfall(more, candidate) is not None
@@ -117,7 +120,7 @@ def test_the_search_for_the_longest_ends_where_everything_fits(monkeypatch: pyte
     job = TrainingJob(4_096, fixed={"chunk_size": 4_096})
     assert longest_searched(job, cluster(1).hardware) == 512 * 4_096
     monkeypatch.setattr(search_space, "MOST_CHUNKS", 4)
-    assert Planner(META_MODEL, cluster(2**14)).longest(job, timed=False).job.context == 16 * 4_096
+    assert Planner(TWO_LAYERS, cluster(2**14)).longest(job, timed=False).job.context == 16 * 4_096
 
 
 def test_settings_of_the_job_are_not_changed() -> None:
@@ -125,6 +128,11 @@ def test_settings_of_the_job_are_not_changed() -> None:
     plan = Planner(META_MODEL, cluster(256)).best(TrainingJob(16_384, fixed=fixed))
     assert plan.candidate.streaming == {"chunk_size": 4_096, "keep": (), "checkpoint_every": 2}
     assert plan.budgets.device == 20 * MIB
+
+
+def test_a_fixed_checkpoint_every_beyond_half_the_layers_is_tried() -> None:
+    plan = Planner(TWO_LAYERS, cluster(256)).best(TrainingJob(4_096, fixed={"checkpoint_every": 8}))
+    assert plan.candidate.checkpoint_every == 8
 
 
 def test_meshes_use_replicas_first_then_heads_then_rows() -> None:

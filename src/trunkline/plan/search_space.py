@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -190,11 +191,9 @@ def longest_searched(job: TrainingJob, hardware: Hardware) -> int:
 def keep_options(job: TrainingJob, num_layers: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield pairs of `keep` and `checkpoint_every`, from the fastest to the one with the least memory.
 
-    A value that the job fixes is the only one. A `checkpoint_every` of more than half of the layers is left out.
+    A value that the job fixes is the only one. Else a `checkpoint_every` of more than half of the layers is left out.
     """
     keeps = [tuple(job.fixed["keep"])] if "keep" in job.fixed else [("attention", "kv"), ("attention",), ()]
-    every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else [1, 4, 8]
-    for keep in keeps:
-        for n in every:
-            if n <= max(1, num_layers // 2):
-                yield keep, n
+    useful = [n for n in (1, 4, 8) if n <= max(1, num_layers // 2)]
+    every = [job.fixed["checkpoint_every"]] if "checkpoint_every" in job.fixed else useful
+    yield from itertools.product(keeps, every)
