@@ -170,3 +170,9 @@ def test_device_hours() -> None:
     plan = Planner(META_MODEL, cluster(64)).best(TrainingJob(4_096, optimizer=AdamWSpec()))
     assert plan.estimate.step is not None
     assert plan.gpu_hours(4_096 * 3_600) == pytest.approx(plan.estimate.step.seconds)
+
+
+def test_ranks_on_a_cpu_share_its_memory_once() -> None:
+    """A profile that several ranks measured has one rank's memory; one that a single rank measured has all of it."""
+    for memory in (2**33, 2**34):
+        assert Cluster(constant("cpu", memory_bytes=memory), 2, 2**34).usable_bytes["device"] == int(2**33 * 0.9)

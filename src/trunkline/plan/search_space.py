@@ -66,7 +66,7 @@ class Cluster:
         memory, sharing = self.hardware.memory_bytes, self.devices_per_node
         device, host = int(memory * (1 - _FRAGMENTATION)) - _CONTEXT_BYTES, self.host_bytes
         if self.hardware.link is None:  # host memory is the device
-            device, host = int(min(memory, host) * (1 - _HOST_REST)) // sharing, 0
+            device, host = int(min(memory, host // sharing) * (1 - _HOST_REST)), 0
         return {"device": device, "host": int(host * (1 - _HOST_REST)) // sharing, "disk": self.disk_bytes // sharing}
 
 
