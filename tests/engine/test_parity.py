@@ -46,7 +46,7 @@ def test_every_family_in_fp32(family: str) -> None:
 _models = {family: build(family) for family in ("llama", "gpt2", "cohere")}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     family=st.sampled_from(sorted(_models)),
     batch=st.integers(1, 3),

@@ -305,6 +305,7 @@ def test_invalid_settings_are_refused(folder: Path, monkeypatch: pytest.MonkeyPa
         StreamedLM(model=model, tokenizer=tokenizer)
 
 
+@pytest.mark.soak
 def test_optional_packages_are_imported_only_where_needed() -> None:
     code = (
         "import sys, trunkline.evaluate, trunkline.generation.prefixes\n"

@@ -97,6 +97,7 @@ def compare_int8() -> None:
     check(got, expected, torch.float32)
 
 
+@pytest.mark.soak
 def test_adapters_over_int8_weights() -> None:
     """In a process of its own: where torchao can be imported transformers and PEFT do so, and it is not silent."""
     folder = Path(sys.prefix) / "torchao"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cases import others_in_soak
 from oracle import alone, check, packed, plain, positions, streamed, tokens
 from support_matrix import PAGE, REFUSALS, ROWS, Refusal, Row, page
 
@@ -44,8 +46,14 @@ def test_layers_that_take_one_position_for_all_rows() -> None:
         packed(model, tokens(2, 40), position_ids=positions(LENGTHS))
 
 
-@pytest.mark.parametrize("experts", EXPERTS)
-@pytest.mark.parametrize("row", [row for row in ROWS if row.experts], ids=lambda row: row.family)
+MIXTURES = [row for row in ROWS if row.experts]
+
+
+@pytest.mark.parametrize(
+    ("row", "experts"),
+    others_in_soak(itertools.product(MIXTURES, EXPERTS), list(zip(MIXTURES, itertools.cycle(EXPERTS), strict=False))),
+    ids=lambda value: value.family if isinstance(value, Row) else value,
+)
 def test_every_implementation_of_experts(row: Row, experts: str) -> None:
     model, ids = row.build(experts, torch.float32), tokens(2, 40)
     expected = plain(model, ids, ids)
