@@ -19,11 +19,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 quickstart: venv
 	$(BIN)/trunkline train examples/quickstart.yaml --overwrite true
 
-# Half as many workers again as cores: some tests wait for processes of their own.
-WORKERS = $(shell $(PYTHON) -c "import os; print(3 * os.cpu_count() // 2)")
-
 test: venv
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak and not gpu and not models"
+	$(BIN)/python -m pytest -n auto -m "not soak and not gpu and not models"
 
 # With a CUDA device, no install: the machine's own Python and PyTorch.
 test-gpu:
@@ -31,7 +28,7 @@ test-gpu:
 	TORCH_CUDA_SANITIZER=1 PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -m gpu -k "not under_compute"
 
 soak: venv
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "soak"
+	$(BIN)/python -m pytest -n auto -m "soak"
 
 # A real pretrained model, whose weights (90 MB) come from the package index.
 test-models: venv
