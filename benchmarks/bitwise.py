@@ -2,8 +2,8 @@
 
 Use it for changes that must not alter results, such as moved files and new names. Record before, compare after:
 
-    python benchmarks/bitwise.py record /tmp/before.json
-    python benchmarks/bitwise.py compare /tmp/before.json      # one line per difference, and exit status 1
+    python benchmarks/bitwise.py record before.json
+    python benchmarks/bitwise.py compare before.json      # one line per difference, and exit status 1
 
 `--only TEXT` runs the settings whose name contains the text. Every setting is a tiny model with fixed random weights.
 Hashes depend on the processor and on the PyTorch version, because processors round differently. Do not commit them.

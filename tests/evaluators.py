@@ -93,7 +93,7 @@ class InductionModel:
         self.window = window
 
     def predictions(self, ids: list[int]) -> list[int]:
-        """What it holds for most likely behind each token."""
+        """Return the likeliest next token after each token."""
         tokens = np.array(ids)
         lengths = np.zeros(len(tokens) + 1, dtype=np.int64)
         found = []

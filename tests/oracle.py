@@ -1,4 +1,4 @@
-"""What plain autograd says: the oracle of every parity test, and the tolerances, written down once.
+"""Plain autograd: the oracle of every parity test, and the tolerances, written down once.
 
 Tolerances are relative to the norm of the expected tensor; those of fp32 and fp64 allow for sums over a few hundred
 tokens in another order. transformers' RMSNorm computes in fp32 whatever the dtype, so an fp64 gradient is exact only as

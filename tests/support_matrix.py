@@ -1,4 +1,4 @@
-"""What docs/support.md says of models that are streamed and refused; test_support_matrix.py tests each row.
+"""Contents of docs/support.md: models that are streamed and refused; test_support_matrix.py tests each row.
 
 python tests/support_matrix.py     writes docs/support.md anew
 """
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Of the class that is streamed."""
+        """Name of the class that is streamed."""
         return T.AutoModelForCausalLM._model_mapping[getattr(T, self.config)].__name__
 
     def build(self, experts: str = "eager", dtype: torch.dtype | None = None) -> PreTrainedModel:

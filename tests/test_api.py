@@ -1,4 +1,4 @@
-"""How a streamed model behaves as a module: backward, hooks, optimizers, copies, replays, what a step costs."""
+"""Behaviour of a streamed model as a module: backward, hooks, optimizers, copies, replays, what a step costs."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 def test_a_wrapper_that_binds_the_streamed_forward() -> None:
-    """What accelerate's `unwrap_model(keep_fp32_wrapper=False)` leaves on the model."""
+    """State of a model after accelerate's `unwrap_model(keep_fp32_wrapper=False)`."""
     model = trunkline.stream(build("llama"), chunk_size=8)
     ids = tokens(1, 20)
     expected = model(input_ids=ids, labels=ids).loss

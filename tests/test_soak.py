@@ -1,4 +1,4 @@
-"""What takes too long for every change: `make soak`."""
+"""Tests that take too long for every change: `make soak`."""
 
 from __future__ import annotations
 

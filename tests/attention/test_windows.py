@@ -104,7 +104,7 @@ def test_kernels_compute_visible_pairs_only(lengths: list[int], monkeypatch: pyt
 
 
 def test_keys_that_no_later_chunk_sees_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where documents are whole chunks, backward takes keys and values from the replay alone."""
+    """Backward takes keys and values from the replay alone, if documents are whole chunks."""
     model = trunkline.stream(build("llama", torch.float32, num_hidden_layers=1), chunk_size=CHUNK)
     put = watch(monkeypatch, Core, "append_kv", lambda self, chunk, *_: chunk.index)
     for lengths, again in (([CHUNK] * N, []), ([CHUNK] * 4 + [3 * CHUNK] + [CHUNK] * 5, [4, 5])):

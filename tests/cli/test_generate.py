@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def own(model: Path, text: str, count: int) -> str:
-    """What transformers generates behind a text."""
+    """Return the text that transformers generates after a prompt."""
     plain, tokenizer = AutoModelForCausalLM.from_pretrained(model), make_byte_tokenizer()
     ids = torch.tensor([list(text.encode())])
     new = plain.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=257, eos_token_id=256)[

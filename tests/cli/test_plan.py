@@ -145,7 +145,7 @@ def test_write_saves_a_recipe_with_the_plans_settings(
 
 
 def test_a_context_that_is_too_long(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
-    """What is missing where, and what would mend it; as JSON, too."""
+    """The shortfall and its fix are printed, also as JSON."""
     long = [recipe, "--context", 2**26, "--chunk_size", 2**20, "--hardware", "rtx-4090", "--host-memory", "1GiB"]
     code, out, _ = plan(capsys, *long)
     assert code == 1

@@ -1,4 +1,4 @@
-"""What a step costs: kernel calls, copies, allocations, and what is held when."""
+"""Costs of a step: kernel calls, copies, allocations, and what is held when."""
 
 from __future__ import annotations
 

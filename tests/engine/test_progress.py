@@ -1,4 +1,4 @@
-"""What `progress` is told."""
+"""Calls of the `progress` function."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_lengths_and_positions_of_answers_are_exact(task, tokenizer):
 
 
 def test_the_merging_tokenizer_merges_across_words():
-    """What the test above is for: this tokenizer's own ids of the text have borders elsewhere."""
+    """Show that the test above can fail: this tokenizer's own ids of the text have other borders."""
     tokenizer = _merging()
     sample = _make("needle", tokenizer)
     own = tokenizer(_text(tokenizer, sample.ids))["input_ids"]
@@ -115,7 +115,7 @@ def test_the_merging_tokenizer_merges_across_words():
 @pytest.mark.parametrize("maker", [make_byte_tokenizer, _byte_bpe])
 @pytest.mark.parametrize("task", TASKS)
 def test_joined_ids_are_the_ids_of_the_joined_text(task, maker):
-    """Where a tokenizer cuts words apart first, samples are what it makes of their text: natural to the model."""
+    """Samples are the tokenizer's own ids of their text, if it cuts words apart first."""
     tokenizer = maker()
     sample = _make(task, tokenizer)
     num_bos = len(PieceTokenizer(tokenizer).bos)

@@ -124,7 +124,7 @@ def test_its_own_chunk_is_seen_as_by_the_whole_model() -> None:
 
 
 def test_wider_chunks_hold_pairs_too() -> None:
-    """What lies in the chunk that asks is seen by it, and nothing before that."""
+    """The chunk that asks sees itself, and nothing before it."""
     drawn, learner = samples(batch=1), models.Learner(models.build(seed=0), "own-chunk", widen=2)
     learner.set_length(LENGTH)
     losses = []

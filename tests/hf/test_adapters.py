@@ -82,7 +82,7 @@ def test_a_frozen_base_costs_no_gradients(name: str, projected: int, lowest: int
 
 
 def compare_int8() -> None:
-    """What is trained above weights in 8 bits gets the gradients of plain autograd on the same weights."""
+    """Adapters over 8-bit weights get the gradients of plain autograd on the same weights."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     def model() -> nn.Module:

@@ -60,7 +60,7 @@ def test_layers_compiled_by_the_user(counter: CompileCounter) -> None:
 
 @pytest.mark.soak
 def test_compiled_layers_have_exact_gradients() -> None:
-    """Of the default backend, which needs a C++ compiler here."""
+    """Use the default backend, which needs a C++ compiler."""
     model = build("llama", torch.float32, num_hidden_layers=2)
     ids = tokens(1, 21)
     expected = plain(model, ids, ids)

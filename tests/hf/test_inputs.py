@@ -1,4 +1,4 @@
-"""What a streamed forward refuses, each with the setting's name and a mend."""
+"""Arguments that a streamed forward refuses, each with the setting's name and the fix."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_docs_support_md_is_up_to_date() -> None:
 @pytest.mark.parametrize("strategy", ["resident", "head_groups", "streamed"])
 @pytest.mark.parametrize("trained", [["sinks"], ["sinks", "o_proj"], ["sinks", "norm"]], ids=str)
 def test_sinks_alone_are_trained(trained: list[str], strategy: str, tmp_path: Path) -> None:
-    """Where queries, keys and values need no gradient, sinks get theirs all the same."""
+    """Sinks get their gradient, also if queries, keys and values need none."""
     (row,) = (row for row in ROWS if row.family == "gpt-oss")
     model, ids = row.build(), tokens(2, 40)
     for name, parameter in model.named_parameters():

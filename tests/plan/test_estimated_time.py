@@ -68,7 +68,7 @@ def test_seconds_are_flops_over_their_rates(keep: tuple[str, ...], forwards: int
 
 
 def test_seconds_are_bytes_over_their_rate() -> None:
-    """Where only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter, too."""
+    """If only memory is slow, half the speed is twice the time; the optimizer's 32 bytes a parameter, too."""
     slow = step(memory=memory(1e6), optimizer=AdamWSpec())
     assert slow.seconds == pytest.approx(2 * step(memory=memory(2e6), optimizer=AdamWSpec()).seconds, rel=1e-3)
     name, begin, end = slow.phases[-1]
@@ -103,7 +103,7 @@ def test_compute_waits_for_a_slow_link() -> None:
 
 
 def test_two_buffers_hide_moves_that_one_exposes() -> None:
-    """Where moves take no longer than kernels: with one buffer nearly all are waited for, with two next to none."""
+    """If moves take no longer than kernels: with one buffer nearly all are waited for, with two next to none."""
     exposed = {}
     for prefetch in (1, 2):
         found = step(link=link(1e9), kernel_seconds=1e-6, prefetch=prefetch, **LEAN)

@@ -153,7 +153,7 @@ def test_micro_batches_hold_the_gradients_of_earlier_ones() -> None:
 
 
 def test_one_planner_gives_each_number_of_micro_batches_its_own_budgets() -> None:
-    """What earlier micro-batches hold is not left to the stores, whatever the planner planned before."""
+    """Gradients of earlier micro-batches reduce the stores' budget, also in a planner that is used again."""
     planner = Planner(META_MODEL, cluster(64))
     candidate = Candidate(ParallelDims(), ShardingSpec(zero=0), 4_096)
     one, two = (planner.budgets(TrainingJob(4_096, micro_batches=n), candidate).device for n in (1, 2))

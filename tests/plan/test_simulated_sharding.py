@@ -55,7 +55,7 @@ def test_unsharded_replicas_all_reduce_their_gradients() -> None:
 
 
 def test_the_next_layer_is_gathered_during_compute() -> None:
-    """Where compute takes longer than a gather, only two of four are waited for: what is in no layer, and the first."""
+    """If compute takes longer than a gather, only two of four are waited for: what is in no layer, and the first."""
     found = estimated(2, ShardingSpec(zero=3), hardware=constant(kernel_seconds=1e-3), backward=False)
     assert found.step.exposed["comm"] == pytest.approx(2 * LATENCY + (LAYER + OTHER) / 2 / BANDWIDTH, rel=1e-6)
     assert found.step.busy["comm"] == pytest.approx(4 * LATENCY + ALL / 2 / BANDWIDTH, rel=1e-6)

@@ -152,7 +152,7 @@ def test_model_that_cannot_be_loaded_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_whole_host_budget_counts_as_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where host memory is no device it is the budget that has to fit, not what of it is used."""
+    """Host memory beside a device must hold the whole budget, not only the used part."""
     monkeypatch.setattr(module, "_USABLE", 1.0)
     estimated = Estimate({"host": 3 * MIB}, {}, {"device": {}, "host": {"o": 3 * MIB, "parameters": MIB}})
     free = {"device": 0, "host": 9 * MIB}

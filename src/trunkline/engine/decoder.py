@@ -75,7 +75,7 @@ class ParameterStore(ParameterAccess, Protocol):
 
     @property
     def has_pending_grads(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced with later ones."""
+        """True if gradients of earlier backwards wait to be reduced with later ones."""
         ...
 
     def suspend_hooks(self) -> None:
@@ -99,7 +99,7 @@ class Decoder(ParameterAccess, Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters are sharded over ranks."""
+        """True if parameters are sharded over ranks."""
         ...
 
     def streamed_attention(self) -> AbstractContextManager[None]:

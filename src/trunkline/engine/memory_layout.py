@@ -98,7 +98,7 @@ class MemoryLayout:
 
     @property
     def saves(self) -> bool:
-        """Whether keys and values have stores beside the live layer's: kept, or recomputed by `checkpoint_every`."""
+        """True if keys and values have stores beside the live layer's: kept, or recomputed by `checkpoint_every`."""
         return "kv" in self.config.keep or self.config.checkpoint_every > 1
 
     def head_group_stores(self, layer: int) -> list[HeadGroupStores]:

@@ -308,7 +308,7 @@ class HuggingFaceDecoder(Decoder):
     # -- compilation ---------------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Have torch.compile compile each layer at its first call; skip layers that are compiled already."""
+        """Let torch.compile compile each layer at its first call; skip layers that are compiled already."""
         for layer in self.layers:
             if not is_compiled(layer):
                 layer.compile()

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from trunkline.attention.kernel_base import Kernel
 from trunkline.attention.kernels import resolve
 from trunkline.attention.kv_spans import GatheredSpans, KVSpan, max_keys
 from trunkline.attention.kv_store import KVPair
@@ -61,6 +62,7 @@ class CacheForward:
         gather = ranks.kv_gather
         self.size, self.rank = (1, 0) if gather is None else (gather.size, gather.rank)
         layers = range(len(row_masks))
+        self._kernels: dict[int, Kernel] = {}
         self._gathered = [] if gather is None else [GatheredSpans(gather) for _ in layers]
         order = [(i, chunk) for chunk in chunks for i in layers] if by_chunk else itertools.product(layers, chunks)
         self.feed = KVFeed((x for layer, chunk in order for x in self._streamed_order(layer, chunk)), prefetch)
@@ -81,7 +83,10 @@ class CacheForward:
         Returns:
             The output (B, H, C, D) in the dtype of `q`.
         """
-        kernel = resolve(k.device, k.dtype, k.shape[-1], v.shape[-1], self.kernel, softcap=scoring.softcap)
+        if layer not in self._kernels:  # resolved once, not for every chunk
+            shape = k.shape[-1], v.shape[-1]
+            self._kernels[layer] = resolve(k.device, k.dtype, *shape, self.kernel, softcap=scoring.softcap)
+        kernel = self._kernels[layer]
         dtype = kernel.compute_dtype(k.dtype)
         # Contiguous by head, not by token as layers return them: decoding reads them in two thirds of the time.
         own = k.to(dtype).contiguous(), v.to(dtype).contiguous()

@@ -90,7 +90,7 @@ class Tiers:
 
     @property
     def limited(self) -> bool:
-        """Whether the device has a budget, so that chunks may be offloaded."""
+        """True if the device has a budget, so that chunks may be offloaded."""
         return self.budgets["device"].budget is not None
 
     @property

@@ -71,7 +71,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process shows the run and writes its output."""
+        """True if this process shows the run and writes its output."""
         return self.rank == 0
 
     @property
